@@ -1,0 +1,424 @@
+"""A miniature CodeGym: nine families of small tool-use tasks behind CodeGym's own wire protocol, standard library only.
+
+Every task hides a short list - an array, a string, a path through a graph, a row of doors - that can only be read one
+element a call; the question needs several reads, and Done(answer) is graded 0 or 1.
+
+    python tests/minigym.py serve --workers 64                              # prints its URL, runs until it is stopped
+    python tests/minigym.py tasks --split train --count 384 --out t.jsonl   # task rows in CodeGym's format
+    with minigym.serve(workers=8) as url: ...                               # the same server inside a test
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import random
+import socketserver
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
+
+LEVELS = {1: (4, 6), 2: (7, 8), 3: (9, 10)}  # difficulty -> shortest and longest hidden list
+SYMBOLS = "abcdefgh@"  # "@" also separates the parts of CodeGym's `ability`: a client must not split there
+ITEMS = ("bone", "book", "coin", "lamp", "nothing", "rope")
+HELD_OUT_FAMILY = "findchar"  # never in a training or held-out-instance set, so that it measures transfer
+RULES = (
+    "Answer the question with the functions, one call a message:\n"
+    '<|FunctionCallBegin|>[{"name": "function_name", "parameters": {"key": value}}]<|FunctionCallEnd|>\n'
+    "Wait for the result of a call before the next one.\n\nQuestion:\n"
+)
+DOC = '\nFunction:\n\ndef %s(%s: int):\n    r"""\n\n    %s\n\n    Args:\n        %s (int): %s\n\n    Returns:\n        str: %s\n\n    """\n'
+
+
+# ---------------------------------------------------------------- task families
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of task. verdict(values read so far, target, at the end?) is the answer once it is known, else None."""
+
+    function: str
+    question: str
+    verdict: Callable[[list, object, bool], object]
+    draw: Callable[[random.Random, int], tuple[list, object]]
+
+
+FUNCTIONS = {  # function -> (parameter, what it does, what the parameter is, what it returns)
+    "Get": ("index", "Read one element of the hidden array.", "Position, from 0.", "The element, and how many are left."),
+    "CharAt": ("index", "Read one character of the hidden string.", "Position, from 0.",
+               "The character, and how many are left."),
+    "Next": ("node", "Follow the way out of a node.", "The node to leave.", "The node reached, and how many steps are left."),
+    "Open": ("door", "Open one door and look behind it.", "Number of the door, from 0.",
+             "What is there, and how many doors are left."),
+}
+
+
+def _digits(rng: random.Random, n: int, target: bool = False, times: int | None = None) -> tuple[list, object]:
+    """n digits; with a target, it stands in exactly `times` places (default: anywhere from one place to half)."""
+    if not target:
+        return [rng.randrange(10) for _ in range(n)], None
+    return _planted(rng, n, rng.randrange(10), range(10), times)
+
+
+def _planted(rng: random.Random, n: int, target, others, times: int | None) -> tuple[list, object]:
+    times = rng.randint(1, n // 2) if times is None else times
+    values = [rng.choice([o for o in others if o != target]) for _ in range(n)]
+    for place in rng.sample(range(2 if times == 1 else 0, n), times):  # a single one is never among the first two reads
+        values[place] = target
+    return values, target
+
+
+def _twin(rng: random.Random, n: int) -> tuple[list, object]:
+    values = rng.sample(range(10), n - 1)
+    values.insert(rng.randrange(n), rng.choice(values))
+    return values, None
+
+
+FAMILIES = {
+    "max": Family("Get", "What is the largest element of the array?", lambda v, x, end: max(v) if end else None, _digits),
+    "min": Family("Get", "What is the smallest element of the array?", lambda v, x, end: min(v) if end else None, _digits),
+    "count": Family("Get", "How many elements of the array equal {}?", lambda v, x, end: v.count(x) if end else None,
+                    lambda rng, n: _digits(rng, n, True)),
+    "find": Family("Get", "At which position of the array is {}?", lambda v, x, end: v.index(x) if x in v else None,
+                   lambda rng, n: _digits(rng, n, True, 1)),
+    "twin": Family("Get", "Which value stands in the array twice?",
+                   lambda v, x, end: v[-1] if v[-1] in v[:-1] else None, _twin),
+    "charcount": Family("CharAt", "How many characters of the string are this one?\n{}",
+                        lambda v, x, end: v.count(x) if end else None,
+                        lambda rng, n: _planted(rng, n, rng.choice(SYMBOLS), SYMBOLS, None)),
+    "findchar": Family("CharAt", "At which position of the string is this character?\n{}",
+                       lambda v, x, end: v.index(x) if x in v else None,
+                       lambda rng, n: _planted(rng, n, rng.choice(SYMBOLS), SYMBOLS, 1)),
+    "walk": Family("Next", "Starting at node {}, which node is the last one?", lambda v, x, end: v[-1] if end else None,
+                   lambda rng, n: ((path := rng.sample(range(10), n))[1:], path[0])),
+    "doors": Family("Open", "Behind which door is the key?", lambda v, x, end: v.index("key") if "key" in v else None,
+                    lambda rng, n: (_planted(rng, n, "key", ITEMS, 1)[0], None)),
+}
+
+
+def reads(family: str, spec: dict) -> dict[int, str]:
+    """Argument -> observation of the family's reading function, in the natural reading order."""
+    values = spec["values"]
+    places = [spec["target"], *values[:-1]] if family == "walk" else range(len(values))
+    return {place: f"{value}\n{len(values) - i} left" for i, (place, value) in enumerate(zip(places, values), 1)}
+
+
+class Env:
+    """One task in progress. Attributes are readable over the wire (get_attribute), step_count among them."""
+
+    def __init__(self, family: str, spec: dict):
+        self.family, self.spec = family, spec
+        self.reads = reads(family, spec)
+        self.reset()
+
+    @classmethod
+    def from_env_str(cls, env_str: str) -> Env:
+        """'Mini_max_I__MaxEnv@{json}' -> Env; ValueError for an unknown environment."""
+        name, _, spec = env_str.partition("@")
+        family = name.split("__")[0].removeprefix("Mini_").removesuffix("_I")
+        if family not in FAMILIES or name != env_name(family):
+            raise ValueError("No valid environment found.")
+        return cls(family, json.loads(spec))
+
+    def reset(self) -> None:
+        self.finished, self.reward, self.step_count = False, 0.0, 0
+
+    def step(self, action: str) -> tuple[bool, str]:
+        """Run the JSON text of one call -> (ran?, observation). The agent's own mistakes are observations."""
+        self.step_count += 1
+        try:
+            call = json.loads(action)
+        except ValueError as error:
+            return False, f"Error: {error}"
+        for field in ("name", "parameters"):
+            if not isinstance(call, dict) or field not in call:
+                return False, f"Error: function call doesn't have `{field}`"
+        return self._call(call["name"], call["parameters"])
+
+    def _call(self, name, parameters) -> tuple[bool, str]:
+        function = FAMILIES[self.family].function
+        if name not in (function, "Done"):
+            return False, f"Error: there is no function {name}"
+        parameter = "answer" if name == "Done" else FUNCTIONS[function][0]
+        if parameter not in parameters:  # a TypeError when parameters is a number: the server answers 500, as CodeGym's does
+            return False, f"Error: {name} needs the parameter {parameter}"
+        value = parameters[parameter]
+        if name == "Done":
+            return True, self._grade(value)
+        return (True, self.reads[value]) if value in self.reads else (False, f"Error: {parameter} {value} is out of range")
+
+    def _grade(self, answer) -> str:
+        right = str(answer) == str(self.reference_answer())
+        self.finished, self.reward = True, float(right)
+        return f"Result: {'Correct' if right else 'Wrong'}, reward={int(right)}"
+
+    def reference_answer(self):
+        verdict, values = FAMILIES[self.family].verdict, self.spec["values"]
+        known = (verdict(values[:n], self.spec["target"], n == len(values)) for n in range(1, len(values) + 1))
+        return next(answer for answer in known if answer is not None)
+
+
+def solve(family: str, target, call: Callable[[dict], str]) -> int:
+    """The reference solver: reads in order through call(action) -> observation, then submits; -> calls made."""
+    rule, values, place = FAMILIES[family], [], target if family == "walk" else 0
+    parameter = FUNCTIONS[rule.function][0]
+    while True:
+        text = call({"name": rule.function, "parameters": {parameter: place}})
+        value, left = text.split("\n")
+        values.append(int(value) if rule.function in ("Get", "Next") else value)
+        answer = rule.verdict(values, target, left == "0 left")
+        if answer is not None:
+            call({"name": "Done", "parameters": {"answer": answer}})
+            return len(values) + 1
+        place = values[-1] if family == "walk" else place + 1
+
+
+# ---------------------------------------------------------------- task rows
+
+
+def env_name(family: str) -> str:
+    return f"Mini_{family}_I__{family.capitalize()}Env"
+
+
+def prompt(family: str, target) -> list[dict]:
+    """What the agent is told: function documentation and question, in CodeGym's two messages."""
+    rule = FAMILIES[family]
+    parameter, what, meaning, result = FUNCTIONS[rule.function]
+    docs = DOC % (rule.function, parameter, what, parameter, meaning, result)
+    docs += DOC % ("Done", "answer", "Submit the answer.", "answer", "The answer.", "Correct or wrong.")
+    return [{"role": "system", "content": docs, "name": "functions"},
+            {"role": "user", "content": RULES + rule.question.format(target), "name": ""}]
+
+
+def task_row(family: str, level: int, spec: dict) -> dict:
+    """One row of CodeGym's task format; the prompt names the target but never the hidden list."""
+    env = Env(family, spec)
+    calls = solve(family, spec["target"], lambda action: env.step(json.dumps(action))[1])
+    return {
+        "ability": f"codegym_v1@{env_name(family)}@{json.dumps(spec)}",
+        "answer": "There is no answer",
+        "code_id": f"Mini_{family}_I",
+        "data_source": "minigym_v1",
+        "extra_info": {"family": family, "level": level, "solve_fc_round": calls},
+        "plugin_call_max_round": 30,
+        "prompt": prompt(family, spec["target"]),
+        "reward_model": {"ground_truth": None, "style": "agent_env"},
+    }
+
+
+def split_of(family: str, spec: dict) -> str:
+    """'train' or 'heldout', fixed by the instance itself: no choice of seed or size can put one into both."""
+    digest = hashlib.sha256(json.dumps([family, spec]).encode()).digest()
+    return "heldout" if digest[0] < 64 else "train"
+
+
+def make_tasks(split: str, count: int, seed: int, levels: tuple[int, ...] = (1, 2, 3),
+               families: tuple[str, ...] | None = None) -> list[dict]:
+    """`count` distinct task rows of a split ('train', 'heldout', 'family'), families and levels in equal shares.
+
+    'family' draws the held-out family, from the held-out half of its instances. Same arguments, same rows.
+    """
+    if families is None:
+        families = (HELD_OUT_FAMILY,) if split == "family" else tuple(f for f in FAMILIES if f != HELD_OUT_FAMILY)
+    rng = random.Random(f"{split}/{seed}")
+    rows: dict[str, dict] = {}
+    while len(rows) < count:
+        family, level = families[len(rows) % len(families)], levels[len(rows) // len(families) % len(levels)]
+        values, target = FAMILIES[family].draw(rng, rng.randint(*LEVELS[level]))
+        spec = {"values": values, "target": target}
+        if (split_of(family, spec) == "train") == (split == "train"):
+            row = task_row(family, level, spec)
+            rows.setdefault(row["ability"], row)
+    return list(rows.values())
+
+
+# ---------------------------------------------------------------- the server
+
+
+class HttpError(Exception):
+    """An answer other than 200: status and body, as CodeGym's server would send them."""
+
+    def __init__(self, status: int, detail: str):
+        super().__init__(detail)
+        self.status = status
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # header and body are two writes: without this a reply waits 40 ms for an ACK
+    wbufsize = -1
+
+    def do_GET(self):
+        url = urlsplit(self.path)
+        self._answer("GET", url.path, {k: v[0] for k, v in parse_qs(url.query, keep_blank_values=True).items()})
+
+    def do_POST(self):
+        try:
+            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))))
+        except ValueError:
+            body = None
+        self._answer("POST", urlsplit(self.path).path, body if isinstance(body, dict) else {})
+
+    def _answer(self, method: str, path: str, args: dict):
+        try:
+            status, body = 200, self.server.app.handle(method, path, args)
+        except KeyError as error:
+            status, body = 422, {"detail": f"missing field {error}"}
+        except HttpError as error:
+            status, body = error.status, {"detail": str(error)}
+        plain = status == 500 and isinstance(self.server.app, Manager)
+        data = b"Internal Server Error" if plain else json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "text/plain" if plain else "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, app, port: int = 0):
+        self.app = app
+        super().__init__(("127.0.0.1", port), _Handler)
+
+    def server_bind(self):  # HTTPServer's own looks the host's name up, which can take seconds without a network
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]
+
+
+class Worker:
+    """One environment worker: sessions by id. A step that raises changes nothing and is answered with 500."""
+
+    def __init__(self):
+        self.sessions: dict[str, Env] = {}
+        self.lock = threading.Lock()
+
+    def handle(self, method: str, path: str, args: dict) -> dict:
+        route = getattr(self, f"_{method}_{path[1:]}".lower(), None)
+        if route is None:
+            raise HttpError(404, "Not Found")
+        with self.lock:
+            return route(args)
+
+    def _session(self, args: dict) -> Env:
+        if args["session_id"] not in self.sessions:
+            raise HttpError(404, "Session not found")
+        return self.sessions[args["session_id"]]
+
+    def _post_start(self, args: dict) -> dict:
+        session_id = args.get("session_id") or str(uuid.uuid4())
+        try:
+            if args["env_name"] != "codegym_v1":
+                raise ValueError("No valid environment found.")
+            self.sessions[session_id] = Env.from_env_str(args["env_str"])
+        except ValueError as error:
+            raise HttpError(500, str(error)) from error
+        return {"session_id": session_id, "observation": "successfully start"}
+
+    def _post_step(self, args: dict) -> dict:
+        env = self._session(args)
+        before = dict(vars(env))
+        try:
+            status, observation = env.step(args["action"])
+        except (TypeError, ValueError, RecursionError) as error:
+            vars(env).update(before)
+            raise HttpError(500, f"Step failed: {error}") from error
+        return {"status": status, "observation": observation}
+
+    def _get_is_done(self, args: dict) -> dict:
+        return {"done": self._session(args).finished}
+
+    def _get_reward(self, args: dict) -> dict:
+        return {"reward": self._session(args).reward}
+
+    def _get_get_attribute(self, args: dict) -> dict:
+        value = getattr(self._session(args), args["attribute_name"], None)
+        return {"attribute_value": value() if callable(value) else value}
+
+    def _post_reset(self, args: dict) -> dict:
+        self._session(args).reset()
+        return {"message": "Environment reset."}
+
+    def _post_stop(self, args: dict) -> dict:
+        self.sessions.pop(args["session_id"], None)
+        return {"message": "Session stopped."}
+
+
+class Manager:
+    """Lends workers: each has a port of its own, and a lent one is lent to nobody else until it is released."""
+
+    def __init__(self, ports: list[int]):
+        self.free, self.lent, self.lock = list(ports), {}, threading.Lock()
+
+    def handle(self, method: str, path: str, args: dict) -> dict:
+        with self.lock:
+            if (method, path) == ("GET", "/get_instance"):
+                return self._lend()
+            if (method, path) == ("GET", "/release_instance"):
+                port = self.lent.pop(args["uid"], None)
+                self.free += [] if port is None else [port]
+                return {"uid": args["uid"], "status": "released"}
+        raise HttpError(404, "Not Found")
+
+    def _lend(self) -> dict:
+        if not self.free:
+            raise HttpError(500, "Internal Server Error")
+        uid = str(uuid.uuid4())
+        self.lent[uid] = self.free.pop(0)
+        return {"uid": uid, "port": self.lent[uid]}
+
+
+@contextlib.contextmanager
+def serve(workers: int = 8, port: int = 0) -> Iterator[str]:
+    """Run a manager and its workers on loopback in threads of this process; yields the manager's URL."""
+    servers = [_Server(Worker()) for _ in range(workers)]
+    servers.insert(0, _Server(Manager([s.server_port for s in servers]), port))
+    for server in servers:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{servers[0].server_port}"
+    finally:
+        stops = [threading.Thread(target=server.shutdown) for server in servers]  # each waits up to 0.5 s: stop all at once
+        for thread in stops:
+            thread.start()
+        for thread, server in zip(stops, servers):
+            thread.join()
+            server.server_close()
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    server = commands.add_parser("serve", help="run the server; its URL is the first line it prints")
+    server.add_argument("--port", type=int, default=0, help="manager's port (default: a free one)")
+    server.add_argument("--workers", type=int, default=64, help="size of the pool (default: %(default)s)")
+    tasks = commands.add_parser("tasks", help="write task rows")
+    tasks.add_argument("--split", choices=("train", "heldout", "family"), required=True)
+    tasks.add_argument("--count", type=int, required=True)
+    tasks.add_argument("--seed", type=int, default=0)
+    tasks.add_argument("--levels", type=int, nargs="+", choices=sorted(LEVELS), default=sorted(LEVELS))
+    tasks.add_argument("--out", required=True)
+    args = parser.parse_args(argv)
+    if args.command == "tasks":
+        rows = make_tasks(args.split, args.count, args.seed, tuple(args.levels))
+        with open(args.out, "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        return
+    with serve(args.workers, args.port) as url, contextlib.suppress(KeyboardInterrupt):
+        print(url, flush=True)
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
