@@ -16,8 +16,8 @@ Departures from the document, and what it leaves open (numbered in the README):
     DEV-train-f  y is the whole assistant message with its end-of-turn token, not the call alone: not stated
     DEV-train-g  ipo, kto, sft and the likelihood anchor, which the document only names, are as their functions say
 
-Files in --out: adapter_model.safetensors and adapter_config.json (PEFT's format), metrics.jsonl (a line a step), state.json
-(what ran, readable without torch), references.jsonl (reference log-probs), checkpoint-NNNNNN (adapter, optimiser, state).
+Files in --out: adapter_model.safetensors and adapter_config.json (PEFT's format), metrics.jsonl (a line a step),
+state.json (what ran), references.jsonl (reference log-probs), checkpoint-NNNNNN (adapter, optimiser, state).
 The command of a killed run goes on from its last checkpoint, exactly: after the adapter's initial weights nothing draws
 random numbers, and batch and learning rate are functions of the step.
 """
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import functools
 import hashlib
 import json
@@ -49,8 +50,8 @@ import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
-from safetensors.torch import load_file
+from peft import LoraConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
+from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import deloop
@@ -76,22 +77,23 @@ class Config:
     rank: int = option(f"LoRA rank r {RECIPE}", 32)
     alpha: int = option(f"LoRA alpha; the update counts alpha / r times {RECIPE}", 64)
     seed: int = option("seed of the adapter's initial weights, the draw and the order (not stated)", 0)
-    schedule: str = option("learning rate after the warm-up (not stated)", "cosine", choices=("cosine", "linear", "constant"))
+    schedule: str = option("learning rate after the warm-up (not stated)",
+                           "cosine", choices=("cosine", "linear", "constant"))
     warmup: float = option("share of the steps in which the learning rate rises (not stated)", 0.1)
     max_grad_norm: float = option("the gradient is scaled down to this norm; 0 = off (not stated)", 1.0)
-    ablate: str = option("gradient term that stays: plus (chosen) or minus (rejected); freeze-g: both, with g at its first value",
+    ablate: str = option("gradient term that stays: plus (chosen) or minus (rejected); freeze-g: both, g as at first",
                          "none", choices=("none", "plus", "minus", "freeze-g"))
     suffix_only: bool = option("gradient only through the tokens after the sides' common beginning", False)
     anchor: float = option("weight of the likelihood anchor in dpo-anchor (not stated)", 1.0)
     ipo_average: bool = option("ipo on log-probs averaged over tokens, as in TRL, not summed (not stated)", False)
     impl: str = option("log-probs from one prefix-shared row a pair, or the obvious one row a side (ours)",
                        "prefix", choices=("prefix", "naive"))
-    dtype: str = option("of the base; auto = bfloat16 on a GPU, float32 on a CPU; the adapter is float32 (not stated)",
+    dtype: str = option("of the base; auto = bfloat16 on a GPU, float32 on a CPU; adapter: float32 (not stated)",
                         "auto", choices=("auto", "float32", "bfloat16"))
-    gradient_checkpointing: str = option("compute activations twice to save memory; auto = if they would not fit (not stated)",
+    gradient_checkpointing: str = option("compute activations twice to save memory; auto = if they would not fit",
                                          "auto", choices=("auto", "on", "off"))
-    reference_cache: str = option("file of reference log-probs, which runs may share; empty = references.jsonl in --out", "")
-    log_terms: int = option("every N steps, measure both gradient terms, at four times the step's time; 0 = never", 0)
+    reference_cache: str = option("file of reference log-probs, for runs one after another; empty = in --out", "")
+    log_terms: int = option("every N steps, measure both gradient terms, for four times the step's time; 0 = never", 0)
     save_every: int = option("steps between checkpoints", 50)
     keep: int = option("checkpoints kept", 1)
     plot: bool = option("write curves.svg at the end", False)
@@ -110,7 +112,8 @@ class Row(NamedTuple):
     @property
     def common(self) -> int:
         """Number of ids with which all branches begin."""
-        return next((i for i, ids in enumerate(zip(*self.branches)) if len(set(ids)) > 1), min(map(len, self.branches)))
+        differ = (i for i, ids in enumerate(zip(*self.branches)) if len(set(ids)) > 1)
+        return next(differ, min(map(len, self.branches)))
 
     @property
     def longest(self) -> int:
@@ -119,13 +122,14 @@ class Row(NamedTuple):
 
     def digest(self) -> str:
         """Hash of all ids and of where each part begins."""
-        return hashlib.sha256(b"".join(array("q", [len(ids), *ids]).tobytes() for ids in (self.prompt, *self.branches))).hexdigest()
+        parts = (array("q", [len(ids), *ids]).tobytes() for ids in (self.prompt, *self.branches))
+        return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 def load_rows(config: Config, tokenizer: Any, say: Callable = print) -> tuple[list[Row], Counter]:
-    """The rows to train on, and how many pairs met which fate.
+    """The rows to train on, and how many pairs met which fate.                                         DEV-train-d
 
-    A pair over the length is dropped, never cut: a cut takes the newest observation or the completion's end.  DEV-train-d
+    A pair over the length is dropped, never cut: a cut takes the newest observation or the completion's end.
     """
     rows, counts = [], Counter()
     for line, pair in deloop.read_jsonl(config.pairs):
@@ -133,13 +137,15 @@ def load_rows(config: Config, tokenizer: Any, say: Callable = print) -> tuple[li
         identical = all(branch == row.branches[0] for branch in row.branches)
         fate = "over-long" if row.longest > config.max_length else "with identical sides" if identical else "usable"
         counts.update(["read", fate])
-        rows += [row] if fate == "usable" else []
+        if fate == "usable":
+            rows.append(row)
         if counts["read"] % 1000 == 0:
             say(f"pairs: {counts['read']} read")
     if not rows:
-        raise InputError(f"{config.pairs}: no pairs left to train on ({dict(counts)}); --max-length is {config.max_length}")
+        raise InputError(f"{config.pairs}: no pairs left to train on: {dict(counts)}, --max-length {config.max_length}")
     if 0 < config.limit < len(rows):                                                                    # DEV-train-e
-        rows = [rows[i] for i in sorted(random.Random(f"limit/{config.seed}").sample(range(len(rows)), config.limit))]
+        drawn = random.Random(f"limit/{config.seed}").sample(range(len(rows)), config.limit)
+        rows = [rows[i] for i in sorted(drawn)]
     counts["used"] = len(rows)
     return rows, counts
 
@@ -155,13 +161,14 @@ def encode_pair(pair: Any, tokenizer: Any, name: str) -> Row:
         prompt = tokenizer.apply_chat_template(pair["prompt"], add_generation_prompt=True, return_dict=False,
                                                **(pair.get("chat_template_kwargs") or {}))
     except jinja2.TemplateError as error:
-        raise InputError(f"{name}: the chat template of {tokenizer.name_or_path} refuses the prompt ({error})") from None
+        raise InputError(f"{name}: the chat template of --model refuses the prompt ({error})") from None
     if pair.get("prompt_ids_sha256") not in (None, deloop.ids_hash(prompt)):
         raise InputError(f"{name}: template drift: the prompt renders to other tokens than in the rollout. "
                          f"Give the rollout's --model and transformers version, or roll out and mine again")
-    branches = [pair.get(f"{side}_ids") or encode_text(pair[side][0]["content"], tokenizer) for side in ("chosen", "rejected")]
+    branches = [pair.get(f"{side}_ids") or encode_text(pair[side][0]["content"], tokenizer)
+                for side in ("chosen", "rejected")]
     if max(map(max, branches)) >= len(tokenizer):
-        raise InputError(f"{name}: a sampled id lies outside the vocabulary of {tokenizer.name_or_path}: another model's pairs?")
+        raise InputError(f"{name}: a sampled id is outside the vocabulary of --model: are these another model's pairs?")
     return Row(name, prompt, branches)
 
 
@@ -172,10 +179,11 @@ def check_pair(pair: Any, name: str) -> None:
 
     if not isinstance(pair, dict) or pair.get("format", "deloop-pairs/1") != "deloop-pairs/1":
         raise InputError(f"{name}: no pair of format deloop-pairs/1; make pairs with: python deloop.py mine")
-    for key, most in (("prompt", sys.maxsize), ("chosen", 1), ("rejected", 1)):
+    one = ("one message", 1)
+    for key, (number, most) in {"prompt": ("messages", sys.maxsize), "chosen": one, "rejected": one}.items():
         value, ids = pair.get(key), pair.get(f"{key}_ids") or []
         if not (isinstance(value, list) and 0 < len(value) <= most and all(map(is_message, value))):
-            raise InputError(f"{name}: {key} must be {'one message' if most == 1 else 'messages'} with role and content, in a list")
+            raise InputError(f"{name}: {key} must be a list of {number} with role and content")
         if not (isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids)):
             raise InputError(f"{name}: {key}_ids must be a list of token ids or null")
     if pair.get("prompt_sha256") not in (None, deloop.prompt_hash(pair["prompt"])):
@@ -183,8 +191,10 @@ def check_pair(pair: Any, name: str) -> None:
 
 
 def encode_text(content: str, tokenizer: Any) -> list[int]:
-    """Ids of a completion that was not sampled in process: encoded apart from the prompt, so that no merge crosses the
-    border, and closed by exactly one end-of-turn token.                                                DEV-train-f"""
+    """Ids of a completion that was not sampled in process, closed by exactly one end-of-turn token.     DEV-train-f
+
+    It is encoded apart from the prompt, so that no merge crosses the border.
+    """
     return tokenizer.encode(content, add_special_tokens=False) + [end_of_turn(tokenizer)]
 
 
@@ -193,12 +203,12 @@ def end_of_turn(tokenizer: Any) -> int:
     """The token with which the chat template closes an assistant message; eos where it writes none."""
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "deloop"}]
     tail = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("deloop")[2]
-    return next((i for i in tokenizer.encode(tail, add_special_tokens=False)[:1] if i in tokenizer.added_tokens_decoder),
-                tokenizer.eos_token_id)
+    ids = tokenizer.encode(tail, add_special_tokens=False)
+    return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else tokenizer.eos_token_id
 
 
 def batch_at(step: int, rows: list[Row], config: Config) -> list[int]:
-    """Indices of the rows of optimiser step `step` (from 0), a function of the seed and the step: a resume needs no cursor.
+    """Indices of the rows of optimiser step `step` (from 0): a function of seed and step, so a resume needs no cursor.
 
     Every epoch has its own order; its last batch may be smaller.
     """
@@ -211,16 +221,16 @@ def batch_at(step: int, rows: list[Row], config: Config) -> list[int]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Log-probs
 
-def pair_logps(model: Any, row: Row, impl: str = "prefix") -> torch.Tensor:
+def pair_logps(model: Any, row: Row, impl: str = "prefix") -> Tensor:
     """log pi(y|x) of every branch y of the row: nats, summed over its tokens in fp32, [branches]."""
     return torch.stack([tokens.sum() for tokens in token_logps(model, row, impl)])
 
 
-def token_logps(model: Any, row: Row, impl: str = "prefix") -> list[torch.Tensor]:
+def token_logps(model: Any, row: Row, impl: str = "prefix") -> list[Tensor]:
     """log pi(y_t | x, y_<t) of every token of every branch: one [L] tensor a branch, fp32 (fp64 from an fp64 model).
 
-    "naive" runs the model on [prompt | branch], once a branch. "prefix" runs it once on [prompt | branch | branch ...], so
-    the prompt is read once; the model must use the attention "deloop_prefix" (see load_model).
+    "naive" runs the model on [prompt | branch], once a branch. "prefix" runs it once on [prompt | branch | branch ...],
+    so the prompt is read once; the model must use the attention "deloop_prefix" (see load_model).
     """
     if impl == "prefix":
         return prefix_logps(model, row)
@@ -232,17 +242,17 @@ def token_logps(model: Any, row: Row, impl: str = "prefix") -> list[torch.Tensor
     return found
 
 
-def gather_logps(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def gather_logps(logits: Tensor, targets: Tensor) -> Tensor:
     """log softmax(logits)[target], [L, V] and [L] -> [L]; in fp32, since bf16 errs by 0.4 nat over 100 tokens."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits.gather(-1, targets[:, None])[:, 0] - logits.logsumexp(-1)
 
 
-def prefix_logps(model: Any, row: Row) -> list[torch.Tensor]:
-    """token_logps from one row [prompt | branch | branch ...]: every branch continues the prompt and sees no other branch.
+def prefix_logps(model: Any, row: Row) -> list[Tensor]:
+    """token_logps from one row [prompt | branch | branch ...]: every branch continues the prompt and sees no other.
 
-    Positions restart at the prompt's end in every branch. Logits are made only where a completion token is predicted: at
-    the prompt's last position for a branch's first token, then at the branch's own positions but the last.
+    Positions restart at the prompt's end in every branch. Logits are made only where a completion token is predicted:
+    at the prompt's last position for a branch's first token, then at the branch's own positions but the last.
     """
     start, lengths = len(row.prompt), [len(branch) for branch in row.branches]
     ids, positions, keep = list(row.prompt), list(range(start)), []
@@ -258,18 +268,18 @@ def prefix_logps(model: Any, row: Row) -> list[torch.Tensor]:
     return list(gather_logps(logits[0], ids[start:]).split(lengths))
 
 
-def prefix_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, *,
-                     scaling: float, dropout: float = 0.0, branch_mask: torch.Tensor | None = None,
-                     **kwargs: Any) -> tuple[torch.Tensor, None]:
+def prefix_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, scaling: float,
+                     dropout: float = 0.0, branch_mask: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, None]:
     """Attention of one row [prompt | branches]: query [1, H, T, d], key and value [1, K, T, d] -> [1, T, H, d].
 
     Two calls: the P prompt positions are plainly causal, without a mask, so that the flash kernels apply; the S branch
     positions look at everything under the small mask [S, T]. Without branch_mask it is transformers' own sdpa. It is
     registered without a mask function: transformers then builds no mask and does not mistake the restarting positions
-    for packed sequences (which would take the prompt away from every branch but the first).
+    for packed sequences, which would take the prompt away from every branch but the first.
     """
     if branch_mask is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout,
+                                      **kwargs)
     heads, start = query.shape[1], query.shape[2] - len(branch_mask)
     attend = functools.partial(F.scaled_dot_product_attention, scale=scaling, dropout_p=dropout)
     prompt = attend(query[:, :, :start], key[:, :, :start], value[:, :, :start], is_causal=True, enable_gqa=True)
@@ -285,64 +295,62 @@ transformers.AttentionInterface.register("deloop_prefix", prefix_attention)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Objectives: sums of log-probs in, losses out, tensors [B], one entry a pair; the caller reduces.
-# plus is the chosen side y+ (the escape), minus the rejected side y- (the loop); pi the policy, ref the frozen reference.
+# plus is the chosen side y+ (the escape), minus the rejected y- (the loop); pi the policy, ref the frozen reference.
 
-def dpo_loss(pi_plus: torch.Tensor, pi_minus: torch.Tensor, ref_plus: torch.Tensor, ref_minus: torch.Tensor,
-             beta: float) -> torch.Tensor:
-    """L = -log sigma(z),   z = beta log pi(y+|x)/ref(y+|x) - beta log pi(y-|x)/ref(y-|x)           (document, section DPO)
+def dpo_loss(pi_plus: Tensor, pi_minus: Tensor, ref_plus: Tensor, ref_minus: Tensor, beta: float) -> Tensor:
+    """L = -log sigma(z),   z = beta log pi(y+|x)/ref(y+|x) - beta log pi(y-|x)/ref(y-|x)   (document, section DPO)
 
-    dL/dlog pi(y+|x) = -beta g and dL/dlog pi(y-|x) = +beta g, g = sigma(-z)                        (document, app. H.3)
+    dL/dlog pi(y+|x) = -beta g and dL/dlog pi(y-|x) = +beta g, g = sigma(-z)                (document, app. H.3)
     """
     return -F.logsigmoid(margin(pi_plus, pi_minus, ref_plus, ref_minus, beta))
 
 
-def margin(pi_plus: torch.Tensor, pi_minus: torch.Tensor, ref_plus: torch.Tensor, ref_minus: torch.Tensor,
-           beta: float) -> torch.Tensor:
+def margin(pi_plus: Tensor, pi_minus: Tensor, ref_plus: Tensor, ref_minus: Tensor, beta: float) -> Tensor:
     """z of dpo_loss; 0 where policy and reference agree."""
     return beta * ((pi_plus - ref_plus) - (pi_minus - ref_minus))
 
 
-def ipo_loss(pi_plus: torch.Tensor, pi_minus: torch.Tensor, ref_plus: torch.Tensor, ref_minus: torch.Tensor,
-             tau: float, n_plus: torch.Tensor | int = 1, n_minus: torch.Tensor | int = 1) -> torch.Tensor:
-    """L = (h - 1 / (2 tau))^2,   h = log pi(y+|x)/ref(y+|x) - log pi(y-|x)/ref(y-|x)           (arXiv 2310.12036, eq. 17)
+def ipo_loss(pi_plus: Tensor, pi_minus: Tensor, ref_plus: Tensor, ref_minus: Tensor, tau: float,
+             n_plus: Tensor | int = 1, n_minus: Tensor | int = 1) -> Tensor:
+    """L = (h - 1 / (2 tau))^2,   h = log pi(y+|x)/ref(y+|x) - log pi(y-|x)/ref(y-|x)       (arXiv 2310.12036, eq. 17)
 
-    With the lengths n the log-probs are means over tokens (as in TRL), without them sums (as in DPO's own repository).
+    With the lengths n the log-probs are means over tokens (as in TRL), without them sums (as in DPO's repository).
     """
     return ((pi_plus - ref_plus) / n_plus - (pi_minus - ref_minus) / n_minus - 1 / (2 * tau)) ** 2
 
 
-def kto_losses(pi_plus: torch.Tensor, pi_minus: torch.Tensor, ref_plus: torch.Tensor, ref_minus: torch.Tensor,
-               beta: float, kl: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """L+ = 1 - sigma(beta (r+ - kl)),   L- = 1 - sigma(beta (kl - r-)),   r = log pi/ref         (arXiv 2402.01306, eq. 8)
+def kto_losses(pi_plus: Tensor, pi_minus: Tensor, ref_plus: Tensor, ref_minus: Tensor, beta: float,
+               kl: float) -> tuple[Tensor, Tensor]:
+    """L+ = 1 - sigma(beta (r+ - kl)),   L- = 1 - sigma(beta (kl - r-)),   r = log pi/ref   (arXiv 2402.01306, eq. 8)
 
-    The sides are two examples, so two losses. kl >= 0 estimates KL(pi || ref) and carries no gradient: see mismatch_kl.
+    The sides are two examples, so two losses. kl >= 0 estimates KL(pi || ref) and has no gradient: see mismatch_kl.
     """
     return 1 - torch.sigmoid(beta * (pi_plus - ref_plus - kl)), 1 - torch.sigmoid(beta * (kl - pi_minus + ref_minus))
 
 
-def sft_loss(pi_plus: torch.Tensor, n_plus: torch.Tensor) -> torch.Tensor:
+def sft_loss(pi_plus: Tensor, n_plus: Tensor) -> Tensor:
     """L = -log pi(y+|x) / |y+|: likelihood of the chosen side alone, as a mean over its tokens. Also the anchor."""
     return -pi_plus / n_plus
 
 
-def unlikelihood_loss(pi_minus: torch.Tensor, cap: float = 0.01) -> torch.Tensor:
-    """L = -log(1 - pi(y-|x)): the rejected side alone, as one sequence             (after Welleck et al., arXiv 1908.04319)
+def unlikelihood_loss(pi_minus: Tensor, cap: float = 0.01) -> Tensor:
+    """L = -log(1 - pi(y-|x)): the rejected side alone, as one sequence                     (after arXiv 1908.04319)
 
-    dL/dlog pi = p / (1 - p) is infinite at p = 1, where loops live: within `cap` nats of it, loss and derivative stay as
-    they are at the cap, and the gradient still flows.
+    dL/dlog pi = p / (1 - p) is infinite at p = 1, where loops live: within `cap` nats of it, loss and derivative stay
+    as they are at the cap, and the gradient still flows.
     """
     x = pi_minus - (pi_minus + cap).clamp(min=0).detach()               # min(pi, -cap) with slope 1
     # log(1 - e^x), each form where it is accurate (Maechler 2012)
     return -torch.where(x > -math.log(2), torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))
 
 
-def reference_free_loss(pi_plus: torch.Tensor, pi_minus: torch.Tensor, beta: float) -> torch.Tensor:
-    """L = -log sigma(beta log pi(y+|x) - beta log pi(y-|x)): dpo_loss without its reference, to see what that is for."""
+def reference_free_loss(pi_plus: Tensor, pi_minus: Tensor, beta: float) -> Tensor:
+    """L = -log sigma(beta log pi(y+|x) - beta log pi(y-|x)): dpo_loss without reference, to see what that is for."""
     return -F.logsigmoid(beta * (pi_plus - pi_minus))
 
 
-def pair_losses(config: Config, pi: torch.Tensor, ref: torch.Tensor, lengths: torch.Tensor, kl: float = 0.0) -> torch.Tensor:
-    """Losses [...] of the configured objective from pi, ref and lengths [..., 2], whose columns are chosen, rejected."""
+def pair_losses(config: Config, pi: Tensor, ref: Tensor, lengths: Tensor, kl: float = 0.0) -> Tensor:
+    """Losses [...] of the configured objective; pi, ref and lengths are [..., 2] with columns chosen, rejected."""
     (plus, minus), (n_plus, n_minus), beta = pi.unbind(-1), lengths.unbind(-1), config.beta
     both = (plus, minus, *ref.unbind(-1))
     match config.objective:
@@ -366,8 +374,7 @@ def pair_losses(config: Config, pi: torch.Tensor, ref: torch.Tensor, lengths: to
 # ---------------------------------------------------------------------------------------------------------------------
 # From loss to gradient
 
-def loss_weights(config: Config, pi: torch.Tensor, ref: torch.Tensor, lengths: torch.Tensor,
-                 kl: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+def loss_weights(config: Config, pi: Tensor, ref: Tensor, lengths: Tensor, kl: float = 0.0) -> tuple[Tensor, Tensor]:
     """Losses [...] and their derivatives a = dL/dlog pi [..., 2], both without a graph. For dpo a = (-beta g, +beta g).
 
     grad L = a_plus grad log pi(y+|x) + a_minus grad log pi(y-|x): nothing else of the loss reaches the model.
@@ -377,7 +384,7 @@ def loss_weights(config: Config, pi: torch.Tensor, ref: torch.Tensor, lengths: t
     return losses.detach(), torch.autograd.grad(losses.sum(), pi)[0]
 
 
-def ablate(config: Config, weights: torch.Tensor, ref: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def ablate(config: Config, weights: Tensor, ref: Tensor, lengths: Tensor) -> Tensor:
     """The weights a under --ablate. Losses are computed before and apart, so none of them changes by a bit.
 
     plus and minus keep one term; freeze-g takes both weights as they are at pi = ref (for dpo: g = 1/2).
@@ -410,36 +417,37 @@ class Run(NamedTuple):
         """This process's part of a batch: all of it where there is one process."""
         return batch[self.accelerator.process_index::self.accelerator.num_processes]
 
-    def total(self, tensors: list[torch.Tensor]) -> None:
+    def total(self, tensors: list[Tensor]) -> None:
         """Replace each tensor by its sum over the processes."""
         if self.accelerator.num_processes > 1:
-            parts = self.accelerator.reduce(flat(tensors), "sum").split([tensor.numel() for tensor in tensors])
+            whole = self.accelerator.reduce(flat(tensors).to(self.model.device), "sum")
+            parts = whole.split([tensor.numel() for tensor in tensors])
             for tensor, part in zip(tensors, parts):
                 tensor.copy_(part.view_as(tensor))
 
 
 def train_step(run: Run, step: int) -> dict:
-    """Optimiser step `step` (from 0): the gradient of the batch-mean loss, pair by pair, then AdamW. Returns what to log."""
+    """Optimiser step `step` (from 0): the batch-mean loss's gradient, pair by pair, then AdamW. Returns what to log."""
     config, batch = run.config, batch_at(step, run.rows, run.config)
     run.references.fill(run, batch)                                             # before any graph exists
     kl = mismatch_kl(run, batch) if config.objective == "kto" else 0.0
     for weight in run.weights:
         weight.grad = torch.zeros_like(weight)
-    sums = torch.zeros(len(METRICS), dtype=torch.float64, device=run.model.device)
+    sums = torch.zeros(len(METRICS), dtype=torch.float64)
     for row in (run.rows[i] for i in run.share(batch)):
-        tokens = token_logps(run.model, row, config.impl)                       # [L+] and [L-], the only pass with a graph
+        tokens = token_logps(run.model, row, config.impl)                       # [L+], [L-]: the only pass with a graph
         pi, ref, lengths = sides(run, row, tokens)                              # [2] each
         loss, weights = loss_weights(config, pi, ref, lengths, kl)
         scored = torch.stack([each[row.common:].sum() for each in tokens]) if config.suffix_only else pi
         surrogate = (ablate(config, weights, ref, lengths) * scored).sum()      # its gradient is grad L
-        (surrogate / len(batch)).backward()                                     # the last batch of an epoch may be smaller
-        sums += pair_metrics(row, loss, pi, ref, config.beta).to(sums)
+        (surrogate / len(batch)).backward()                                     # an epoch's last batch may be smaller
+        sums += pair_metrics(row, loss, pi, ref, config.beta).cpu()
     run.total([sums])
     run.total([weight.grad for weight in run.weights])
     record = dict(zip(METRICS, (sums / len(batch)).tolist()))
     if step == 0:
         check_start(run, batch, record["loss"])
-    norm = float(torch.nn.utils.clip_grad_norm_(run.weights, config.max_grad_norm or math.inf))             # DEV-train-c
+    norm = float(torch.nn.utils.clip_grad_norm_(run.weights, config.max_grad_norm or math.inf))         # DEV-train-c
     if not math.isfinite(record["loss"] + norm):
         raise NonFinite(f"step {step + 1}: the loss is {record['loss']}, its gradient's norm {norm}")
     run.optimizer.param_groups[0]["lr"] = lr_at(step, run.steps, config)
@@ -447,8 +455,8 @@ def train_step(run: Run, step: int) -> dict:
     return {**record, "grad_norm": norm, "lr": lr_at(step, run.steps, config)}
 
 
-def sides(run: Run, row: Row, tokens: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """log pi (with its graph), log ref and length of the chosen and the rejected side: three tensors [2]."""
+def sides(run: Run, row: Row, tokens: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """log pi (with its graph), log ref and length of the chosen and the rejected side: [2] each."""
     pi = torch.stack([each.sum() for each in tokens])
     return pi, pi.new_tensor(run.references.known[row.digest()]), pi.new_tensor([len(each) for each in tokens])
 
@@ -456,7 +464,7 @@ def sides(run: Run, row: Row, tokens: list[torch.Tensor]) -> tuple[torch.Tensor,
 METRICS = ("loss", "margin", "accuracy", "logp_chosen", "logp_rejected", "ref_chosen", "ref_rejected", "g", "tokens")
 
 
-def pair_metrics(row: Row, loss: torch.Tensor, pi: torch.Tensor, ref: torch.Tensor, beta: float) -> torch.Tensor:
+def pair_metrics(row: Row, loss: Tensor, pi: Tensor, ref: Tensor, beta: float) -> Tensor:
     """The METRICS of one pair; their means over the optimiser batch are logged.
 
     margin z as in dpo_loss; accuracy 1 if z > 0, 1/2 if z = 0, else 0; g = sigma(-z); tokens: the prompt once and both
@@ -467,24 +475,26 @@ def pair_metrics(row: Row, loss: torch.Tensor, pi: torch.Tensor, ref: torch.Tens
 
 
 def lr_at(step: int, steps: int, config: Config) -> float:
-    """Learning rate of step `step` (from 0) of `steps`: rising, then cosine, line or constant.             DEV-train-b"""
+    """Learning rate of step `step` (from 0) of `steps`: rising, then cosine, line or constant.         DEV-train-b"""
     warm = math.ceil(config.warmup * steps)
     if step < warm:
         return config.lr * (step + 1) / warm
     done = (step - warm) / max(1, steps - warm)
-    return config.lr * {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "constant": 1.0}[config.schedule]
+    shapes = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "constant": 1.0}
+    return config.lr * shapes[config.schedule]
 
 
 def mismatch_kl(run: Run, batch: list[int]) -> float:
     """KTO's KL: the batch mean of log pi/ref of the next pair's chosen side under this pair's prompt, at least 0.
 
-    A pass of its own, without graph and before the others, so that it does not depend on how the batch is split.
+    A pass of its own, without graph and before the others, so that it does not depend on how the batch is split. In a
+    batch of one the next pair is the pair itself.
     """
-    swapped = [run.rows[i]._replace(branches=run.rows[j].branches[:1]) for i, j in zip(batch, batch[1:] + batch[:1])]
-    rows = run.share(swapped)
+    pairs = zip(batch, batch[1:] + batch[:1])
+    rows = run.share([run.rows[i]._replace(branches=run.rows[following].branches[:1]) for i, following in pairs])
     with torch.no_grad():
         pi = sum(float(pair_logps(run.model, row, run.config.impl)) for row in rows)
-    ratio = torch.tensor([pi - sum(logps[0] for logps in reference_logps(run, rows))], device=run.model.device)
+    ratio = torch.tensor([pi - sum(logps[0] for logps in reference_logps(run, rows))])
     run.total([ratio])
     return max(0.0, float(ratio) / len(batch))
 
@@ -492,7 +502,7 @@ def mismatch_kl(run: Run, batch: list[int]) -> float:
 # ---------------------------------------------------------------------------------------------------------------------
 # The reference: the same model with its adapter off, through the same code
 
-TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-4, torch.bfloat16: 0.1}     # nats a token, between equal computations
+TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-4, torch.bfloat16: 0.1}     # nats a token, of equal computations
 
 
 def reference_logps(run: Run, rows: list[Row]) -> list[list[float]]:
@@ -532,7 +542,7 @@ def check_references(run: Run) -> None:
     for row, fresh in zip(rows, reference_logps(run, rows)):
         for branch, now, known in zip(row.branches, fresh, run.references.known[row.digest()]):
             if not abs(now - known) <= TOLERANCE[run.model.dtype] * len(branch):
-                raise InputError(f"{run.references.path} is stale: {known} for {row.name}, now {now}; delete the file")
+                raise InputError(f"{run.references.path} is stale: {row.name} had {known}, now {now}; delete the file")
 
 
 def check_impl(run: Run) -> None:
@@ -540,8 +550,10 @@ def check_impl(run: Run) -> None:
     for row in (run.rows[0], max(run.rows, key=lambda row: row.longest)) if run.config.impl == "prefix" else ():
         with torch.no_grad():
             both = [torch.cat(token_logps(run.model, row, impl)) for impl in ("prefix", "naive")]
-        if not (error := float((both[0] - both[1]).abs().mean())) <= TOLERANCE[run.model.dtype]:
-            raise InputError(f"self-check on {row.name}: prefix and naive differ by {error:.2g} nats a token; use --impl naive")
+        error = float((both[0] - both[1]).abs().mean())
+        if not error <= TOLERANCE[run.model.dtype]:
+            raise InputError(f"self-check on {row.name}: prefix and naive differ by {error:.2g} nats a token; "
+                             f"use --impl naive")
 
 
 def check_start(run: Run, batch: list[int], loss: float) -> None:
@@ -551,15 +563,15 @@ def check_start(run: Run, batch: list[int], loss: float) -> None:
     expected = float(pair_losses(run.config, refs, refs, lengths).mean())
     if not math.isclose(loss, expected, rel_tol=1e-3):
         name = "ln 2 = " if run.config.objective == "dpo" else ""
-        raise InputError(f"the loss at step 0 is {loss:.6f}, not {name}{expected:.6f}: policy and reference differ before any "
-                         f"training. Usual cause: a dropout in the model's config.json")
+        raise InputError(f"the loss at step 0 is {loss:.6f}, not {name}{expected:.6f}: policy and reference differ "
+                         f"before any training. Usual cause: a dropout in the model's config.json")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Taking the gradient apart
 
-def log_terms(run: Run, step: int) -> tuple[dict, dict[str, torch.Tensor]]:
-    """T+ = mean a_plus grad log pi(y+) and T- likewise over the batch of a step: a record of them, and the two as vectors.
+def log_terms(run: Run, step: int) -> tuple[dict, dict[str, Tensor]]:
+    """T+ = mean a_plus grad log pi(y+) and T- likewise over the batch of a step: what to log of them, and both vectors.
 
     Norms and cosine on all tokens, and on the suffixes where the sides differ: tokens that both begin with swell both
     terms and cancel in the sum. g_quartiles: minimum, quartiles, maximum. Nothing is ablated and no .grad is touched.
@@ -585,7 +597,7 @@ def log_terms(run: Run, step: int) -> tuple[dict, dict[str, torch.Tensor]]:
 
 
 def measured_step(run: Run, step: int) -> dict:
-    """train_step, and every --log-terms steps log_terms beside it, with the cosine of the update with -T+ and with -T-."""
+    """train_step, and every --log-terms steps log_terms too, with the cosines of the update with -T+ and with -T-."""
     if not run.config.log_terms or step % run.config.log_terms:
         return train_step(run, step)
     record, vectors = log_terms(run, step)
@@ -595,12 +607,12 @@ def measured_step(run: Run, step: int) -> dict:
     return {**metrics, "terms": {**record, **{name: cosine(update, -vector) for name, vector in vectors.items()}}}
 
 
-def flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+def flat(tensors: Iterable[Tensor]) -> Tensor:
     """All entries of some tensors as one vector, a copy without graph."""
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
-def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+def cosine(a: Tensor, b: Tensor) -> float:
     """Cosine of the angle between two vectors; 0 where one is 0."""
     return float(F.cosine_similarity(a, b, dim=0))
 
@@ -624,7 +636,8 @@ def pretrained(kind: Any, config: Config, **keywords: Any) -> Any:
 def prefix_or_naive(config: Config, say: Callable = print) -> Config:
     """The configuration, with naive for prefix where the model's family is not known to work with it; says so."""
     model = pretrained(transformers.AutoConfig, config)
-    if config.impl == "naive" or (model.model_type in PREFIX_FAMILIES and not getattr(model, "use_sliding_window", False)):
+    sliding = getattr(model, "use_sliding_window", False)
+    if config.impl == "naive" or (model.model_type in PREFIX_FAMILIES and not sliding):
         return config
     say(f"--impl naive: prefix sharing is tested for {' and '.join(PREFIX_FAMILIES)}, not for {model.model_type}")
     return dataclasses.replace(config, impl="naive")
@@ -633,7 +646,7 @@ def prefix_or_naive(config: Config, say: Callable = print) -> Config:
 def load_model(config: Config, device: torch.device) -> PeftModel:
     """The frozen base model in bf16 (GPU) or fp32 (CPU) with a fresh fp32 LoRA adapter on every projection.
 
-    fp32, because bf16 weights do not move at a learning rate of 8e-6. No dropout: the policy's pass is the reference's.
+    fp32, since bf16 weights do not move at a learning rate of 8e-6. No dropout: the policy's pass is the reference's.
     """
     auto = torch.bfloat16 if device.type == "cuda" else torch.float32
     base = pretrained(transformers.AutoModelForCausalLM, config, attn_implementation="sdpa",
@@ -645,12 +658,12 @@ def load_model(config: Config, device: torch.device) -> PeftModel:
     model = get_peft_model(base, LoraConfig(
         r=config.rank, lora_alpha=config.alpha, lora_dropout=0.0, task_type="CAUSAL_LM",
         target_modules=list(PROJECTIONS) if names.issuperset(PROJECTIONS) else "all-linear"))
-    assert all(weight.dtype == torch.float32 for weight in model.parameters() if weight.requires_grad), "adapter not fp32"
+    assert all(weight.dtype == torch.float32 for weight in model.parameters() if weight.requires_grad), "bf16 adapter"
     return model.to(device).train()
 
 
 def checkpoint_activations(config: Config, model: PeftModel, tokens: int) -> bool:
-    """Switch gradient checkpointing on if asked for, or on auto if the activations of a row of so many tokens would not fit.
+    """Switch gradient checkpointing on if asked to, or on auto if the activations of a row of `tokens` would not fit.
 
     Of each token, about 75 bytes a layer and hidden unit wait for the backward pass (300 KB a layer in Qwen3-8B).
     """
@@ -676,25 +689,28 @@ def fingerprint(model: torch.nn.Module, impl: str) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # Checkpoints and resume
 
-FREE = ("out", "pairs", "model", "reference_cache", "log_terms", "save_every", "keep", "plot", "threads")   # free on resume
+FREE = ("out", "pairs", "model", "reference_cache", "log_terms", "save_every", "keep", "plot", "threads")   # may change
 
 
-def save(run: Run, step: int, about: dict, done: bool = False) -> None:
-    """Write the state after `step` steps as one folder, whole or not at all; its adapter into --out too when done."""
+def save(run: Run, step: int, about: dict, publish: bool = False) -> None:
+    """Write the state after `step` steps as one folder, whole or not at all, and drop old ones; the last step, and
+    publish, also put the adapter into --out itself."""
     out = Path(run.config.out)
+    state = json.dumps({**about, "step": step, "done": step == run.steps}, indent=1)
     final, temporary = out / f"checkpoint-{step:06d}", out / f".checkpoint-{step:06d}.tmp"
     if not final.exists():
         shutil.rmtree(temporary, ignore_errors=True)
         run.model.save_pretrained(temporary, save_embedding_layers=False)
         torch.save(run.optimizer.state_dict(), temporary / "optimizer.pt")
-        (temporary / "state.json").write_text(json.dumps({**about, "step": step}, indent=1))
+        (temporary / "state.json").write_text(state)
         os.replace(temporary, final)
     for old in checkpoints(out)[:-max(1, run.config.keep)]:
         shutil.rmtree(old)
-    if done:
+    if publish or step == run.steps:
         for name in ("adapter_config.json", "adapter_model.safetensors"):
             shutil.copyfile(final / name, out / f".{name}.tmp")
             os.replace(out / f".{name}.tmp", out / name)
+    deloop.write_atomic(out / "state.json", state)
 
 
 def checkpoints(out: Path) -> list[Path]:
@@ -708,7 +724,7 @@ def claim(config: Config, about: dict) -> bool:
     if not (out / "state.json").exists():
         if (out / "adapter_config.json").exists():
             base = json.loads((out / "adapter_config.json").read_text()).get("base_model_name_or_path")
-            raise InputError(f"--out {out} holds an adapter of {base} that this script did not write; give another folder")
+            raise InputError(f"--out {out} holds an adapter of {base} that this script did not write; give another one")
         return False
     state = json.loads((out / "state.json").read_text())
     changed = [f"--{key.replace('_', '-')} {value}" for key, value in state["config"].items()
@@ -724,13 +740,13 @@ def resume(run: Run) -> int:
     out, step = Path(run.config.out), 0
     if found := checkpoints(out)[-1:]:
         step = json.loads((found[0] / "state.json").read_text())["step"]
-        set_peft_model_state_dict(run.model, load_file(found[0] / "adapter_model.safetensors"))
-        run.optimizer.load_state_dict(torch.load(found[0] / "optimizer.pt", weights_only=True, map_location=run.model.device))
+        set_peft_model_state_dict(run.model, load_peft_weights(str(found[0]), device="cpu"))
+        run.optimizer.load_state_dict(torch.load(found[0] / "optimizer.pt", map_location="cpu", weights_only=True))
     if run.accelerator.is_main_process:
         for temporary in out.glob(".checkpoint-*.tmp"):
             shutil.rmtree(temporary)
-        kept = [json.dumps(record) + "\n" for _, record in read_repaired(out / "metrics.jsonl") if record["step"] <= step]
-        deloop.write_atomic(out / "metrics.jsonl", "".join(kept))
+        records = [record for _, record in read_repaired(out / "metrics.jsonl") if record["step"] <= step]
+        deloop.write_atomic(out / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in records))
     run.accelerator.wait_for_everyone()                 # until all have read, none may write
     return step
 
@@ -754,8 +770,9 @@ class NonFinite(Exception):
 def main(argv: list[str]) -> int:
     """python train.py --pairs FILE --model NAME_OR_DIR --out DIR; returns the exit code."""
     config = deloop.config_from_args(Config, argv, __doc__)
+    sys.stdout.reconfigure(line_buffering=True)         # progress is seen while it is made, through a pipe too
     transformers.utils.logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")            # PEFT calls what transformers renamed
+    warnings.filterwarnings("ignore", ".*gradient_checkpointing.* is deprecated")   # the old names, as PEFT has them
     if config.threads:
         torch.set_num_threads(config.threads)
     accelerator = Accelerator()
@@ -767,14 +784,15 @@ def main(argv: list[str]) -> int:
         raise InputError(f"--model {config.model}: its tokenizer has no chat template, so no prompt can be rendered")
     rows, counts = load_rows(config, tokenizer, say)
     say("pairs:", ", ".join(f"{count} {fate}" for fate, count in counts.items()))
-    about = {"format": "deloop-train/1", "config": dataclasses.asdict(config), "counts": counts, "step": 0, "done": False,
-             "pairs": hashlib.sha256("".join(row.digest() for row in rows).encode()).hexdigest(),
+    about = {"format": "deloop-train/1", "step": 0, "done": False, "config": dataclasses.asdict(config),
+             "counts": counts, "pairs": hashlib.sha256("".join(map(Row.digest, rows)).encode()).hexdigest(),
              "versions": {"torch": torch.__version__, "transformers": transformers.__version__}}
     if claim(config, about):
-        say(f"{config.out} is finished, nothing to do\n{evaluation(config)}")
-        return 0
-    with memory_hint(config):
-        train(open_run(config, accelerator, rows, about), about)
+        say(f"{config.out} is finished, nothing to do")
+    else:
+        with memory_hint(config):
+            train(open_run(config, accelerator, rows, about), about)
+    say(summary(config))
     return 0
 
 
@@ -785,14 +803,15 @@ def open_run(config: Config, accelerator: Accelerator, rows: list[Row], about: d
     claim(config, about)
     out.mkdir(parents=True, exist_ok=True)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=config.lr, betas=(0.9, 0.999), weight_decay=0.0)              # DEV-train-a
+    optimizer = torch.optim.AdamW(weights, lr=config.lr, betas=(0.9, 0.999), weight_decay=0.0)          # DEV-train-a
     references = References(Path(config.reference_cache or out / "references.jsonl"), about["base model"])
     run = Run(config, accelerator, model, optimizer, rows, references)
     check_impl(run)
     check_references(run)
-    checkpointing = checkpoint_activations(config, model, max(len(row.prompt) + sum(map(len, row.branches)) for row in rows))
-    accelerator.print(f"model: {model.num_parameters():,} weights in {model.dtype}, {sum(map(torch.numel, weights)):,} trained in "
-                      f"float32, gradient checkpointing {'on' if checkpointing else 'off'}, {accelerator.num_processes} x {model.device.type}")
+    twice = checkpoint_activations(config, model, max(len(row.prompt) + sum(map(len, row.branches)) for row in rows))
+    accelerator.print(f"model: {model.num_parameters():,} weights in {model.dtype}, {sum(map(torch.numel, weights)):,} "
+                      f"trained in float32, gradient checkpointing {'on' if twice else 'off'}, "
+                      f"{accelerator.num_processes} x {model.device.type}")
     if accelerator.is_main_process and not (out / "state.json").exists():
         deloop.write_atomic(out / "state.json", json.dumps(about, indent=1))
     return run
@@ -802,28 +821,30 @@ def train(run: Run, about: dict) -> None:
     """Every step from the newest checkpoint on."""
     config, out, main_process = run.config, Path(run.config.out), run.accelerator.is_main_process
     first, started = resume(run), time.monotonic()
-    run.accelerator.print(f"steps: {run.steps} of {config.batch} pairs" + (f", going on after step {first}" if first else ""))
+    run.accelerator.print(f"steps: {run.steps} of {config.batch} pairs, {first} done")
     for step in range(first, run.steps):
         begun = time.monotonic()
         try:
             metrics = measured_step(run, step)
         except NonFinite as error:
             if main_process:
-                save(run, step, about, done=True)
+                save(run, step, about, publish=True)
             run.accelerator.wait_for_everyone()
-            raise InputError(f"{error}; the adapter of step {step} is saved in {out}. Lower --lr or --max-grad-norm") from None
+            raise InputError(f"{error}; the adapter of step {step} is saved in {out}. Try a lower --lr") from None
         seconds, tokens = time.monotonic() - begun, metrics["tokens"] * len(batch_at(step, run.rows, config))
         record = {"step": step + 1, "steps": run.steps, **metrics, "seconds": round(seconds, 3),
                   "tokens_per_second": round(tokens / seconds, 1), "gb": memory_gb(run)}
-        run.accelerator.print(progress(record, (time.monotonic() - started) / (step + 1 - first) * (run.steps - step - 1)))
+        pace = (time.monotonic() - started) / (step + 1 - first)
+        run.accelerator.print(progress(record, pace * (run.steps - step - 1)))
         if main_process:
             deloop.append_jsonl(out / "metrics.jsonl", record)
             if (step + 1) % config.save_every == 0:
                 save(run, step + 1, about)
     if main_process:
-        save(run, run.steps, about, done=True)
-        deloop.write_atomic(out / "state.json", json.dumps({**about, "step": run.steps, "done": True}, indent=1))
-        print(summary(config))
+        if config.plot:
+            deloop.write_atomic(out / "curves.svg", curves(records_of(config)))
+        save(run, run.steps, about)
+    run.accelerator.wait_for_everyone()
 
 
 @contextlib.contextmanager
@@ -831,42 +852,41 @@ def memory_hint(config: Config) -> Iterator[None]:
     """Make "out of memory", on a GPU or a CPU, an InputError that names the flags that help."""
     try:
         yield
-    except RuntimeError as error:                       # torch.OutOfMemoryError is one; the CPU allocator has no own type
+    except RuntimeError as error:               # torch.OutOfMemoryError is one; the CPU allocator has no own type
         if not any(sign in str(error).lower() for sign in ("out of memory", "can't allocate memory")):
             raise
-        raise InputError(f"out of memory; what helps: --gradient-checkpointing on, --impl prefix, --dtype bfloat16, --max-length "
-                         f"below {config.max_length}, a smaller --rank. --batch does not: pairs run one by one") from None
+        raise InputError(f"out of memory; what helps: --gradient-checkpointing on, --impl prefix, --dtype bfloat16, "
+                         f"--max-length below {config.max_length}. --batch does not: pairs run one by one") from None
 
 
 def memory_gb(run: Run) -> float:
     """Peak memory in GB: of the GPU, or on a CPU of this process."""
+    if run.model.device.type == "cuda":
+        return round(torch.cuda.max_memory_allocated() / 1e9, 3)
     unit = 1 if sys.platform == "darwin" else 1024      # of ru_maxrss, in bytes
-    peak = torch.cuda.max_memory_allocated() if run.model.device.type == "cuda" else \
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return round(peak / 1e9, 3)
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9, 3)
 
 
 def progress(record: dict, left: float) -> str:
     """One step as one line; left is the time left in seconds."""
-    return ("step {step}/{steps}  loss {loss:.4f}  margin {margin:+.3f}  acc {accuracy:.2f}  log pi+ {logp_chosen:.2f}  "
-            "log pi- {logp_rejected:.2f}  |grad| {grad_norm:.3g}  lr {lr:.1e}  {tokens_per_second:.0f} tokens/s  {gb:.1f} GB  "
-            .format(**record) + f"{int(left) // 3600}:{int(left) // 60 % 60:02d}:{int(left) % 60:02d} left")
+    return ("step {step}/{steps}  loss {loss:.4f}  margin {margin:+.3f}  acc {accuracy:.2f}  log pi+ {logp_chosen:.2f}"
+            "  log pi- {logp_rejected:.2f}  |grad| {grad_norm:.3g}  lr {lr:.1e}  {tokens_per_second:.0f} tokens/s"
+            "  {gb:.1f} GB  ".format(**record) + f"{datetime.timedelta(seconds=round(left))} left")
 
 
 def summary(config: Config) -> str:
-    """First step against last, and the command that shows what the adapter does; writes the curves under --plot."""
-    records = [record for _, record in deloop.read_jsonl(Path(config.out) / "metrics.jsonl")]
-    if config.plot:
-        deloop.write_atomic(Path(config.out) / "curves.svg", curves(records))
-    lines = [f"  {key:14}{records[0][key]:10.4f} ->{records[-1][key]:10.4f}" for key in METRICS[:5]]
-    return "\n".join([f"{len(records)} steps in {sum(each['seconds'] for each in records):.0f} s; first step -> last step:",
-                      *lines, evaluation(config)])
+    """First step against last, where the adapter is, and the commands that show what it does."""
+    records = records_of(config)
+    changes = [f"  {key:14}{records[0][key]:10.4f} ->{records[-1][key]:10.4f}\n" for key in METRICS[:5]]
+    return (f"{len(records)} steps in {sum(record['seconds'] for record in records):.0f} s; first step -> last step:\n"
+            f"{''.join(changes)}adapter: {config.out}\nevaluate it: python rollout.py --server URL --tasks FILE "
+            f"--model {config.model} --adapter {config.out} --out trained.jsonl\n"
+            f"             python eval.py base.jsonl trained.jsonl")
 
 
-def evaluation(config: Config) -> str:
-    """Where the adapter is, and the commands that evaluate it."""
-    return (f"adapter: {config.out}\nevaluate it: python rollout.py --server URL --tasks FILE --model {config.model} "
-            f"--adapter {config.out} --out trained.jsonl && python eval.py base.jsonl trained.jsonl")
+def records_of(config: Config) -> list[dict]:
+    """All of metrics.jsonl."""
+    return [record for _, record in deloop.read_jsonl(Path(config.out) / "metrics.jsonl")]
 
 
 def curves(records: list[dict]) -> str:
@@ -877,10 +897,11 @@ def curves(records: list[dict]) -> str:
         low, span = min(values), max(values) - min(values) or 1.0
         points = " ".join(f"{wide * i / max(1, len(values) - 1):.1f},{high - high * (value - low) / span:.1f}"
                           for i, value in enumerate(values))
-        panels.append(f'<g transform="translate(20,{30 + place * (high + 40)})"><text y="-6">{key}: {low:.4g} to {max(values):.4g}'
-                      f'</text><polyline points="{points}" fill="none" stroke="#1f6feb" stroke-width="1.5"/></g>')
+        panels.append(f'<g transform="translate(20,{30 + place * (high + 40)})"><text y="-6">{key}: {low:.4g} to '
+                      f'{max(values):.4g}</text><polyline points="{points}" fill="none" stroke="#1f6feb"/></g>')
     return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide + 40}" height="{len(panels) * (high + 40) + 20}" '
-            f'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>{"".join(panels)}</svg>\n')
+            f'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
+            f'{"".join(panels)}</svg>\n')
 
 
 if __name__ == "__main__":

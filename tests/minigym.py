@@ -50,12 +50,12 @@ class Family:
 
 
 FUNCTIONS = {  # function -> (parameter, what it does, what the parameter is, what it returns)
-    "Get": ("index", "Read one element of the hidden array.", "Position, from 0.", "The element, and how many are left."),
+    "Get": ("index", "Read one element of the hidden array.", "Position, from 0.", "Position:element, and how many are left."),
     "CharAt": ("index", "Read one character of the hidden string.", "Position, from 0.",
-               "The character, and how many are left."),
-    "Next": ("node", "Follow the way out of a node.", "The node to leave.", "The node reached, and how many steps are left."),
+               "Position:character, and how many are left."),
+    "Next": ("node", "Follow the way out of a node.", "The node to leave.", "From:to, and how many steps are left."),
     "Open": ("door", "Open one door and look behind it.", "Number of the door, from 0.",
-             "What is there, and how many doors are left."),
+             "Door:what is there, and how many are left."),
 }
 
 
@@ -106,7 +106,7 @@ def reads(family: str, spec: dict) -> dict[int, str]:
     """Argument -> observation of the family's reading function, in the natural reading order."""
     values = spec["values"]
     places = [spec["target"], *values[:-1]] if family == "walk" else range(len(values))
-    return {place: f"{value}\n{len(values) - i} left" for i, (place, value) in enumerate(zip(places, values), 1)}
+    return {place: f"{place}:{value}\n{len(values) - i} left" for i, (place, value) in enumerate(zip(places, values), 1)}
 
 
 class Env:
@@ -170,7 +170,7 @@ def solve(family: str, target, call: Callable[[dict], str]) -> int:
     parameter = FUNCTIONS[rule.function][0]
     while True:
         text = call({"name": rule.function, "parameters": {parameter: place}})
-        value, left = text.split("\n")
+        value, left = text.partition(":")[2].split("\n")
         values.append(int(value) if rule.function in ("Get", "Next") else value)
         answer = rule.verdict(values, target, left == "0 left")
         if answer is not None:

@@ -293,8 +293,8 @@ def test_detect(logs):
     result = command("detect", logs)
     assert result.returncode == 0 and not result.stderr
     rows = {line.split()[0]: line.split() for line in result.stdout.splitlines() if line}
-    assert rows["loops"][1:] == ["0", "5", "2", "1", "yes", "done"]
-    assert rows["clean"][1:] == ["0", "1", "0", "-", "no", "turn_limit"]
+    assert rows["loops"][1:] == ["0", "5", "2", "1", "done", "yes"]
+    assert rows["clean"][1:] == ["0", "1", "0", "-", "turn_limit", "no"]
     assert "50.0%" in result.stdout and "1 errors left out" in result.stdout
 
 
