@@ -11,10 +11,10 @@ tasks serves every metric, and METRICS is the only list that the tables, --json,
 Runs are named A, B, C ... in the order given; B-A is the paired difference. Standard library only.
 
 What the document leaves open, decided here:
-    DEV-eval-a  the signatures near-repeat, redundant observation, argument thrash and productive repeat (`repetition`)
-    DEV-eval-b  a proposal of an executed call: any turn whose call was executed before, blocked or not (`proposals`)
-    DEV-eval-c  how delta, W_c and eps of the activity ceiling are estimated, and on what assumption (`ceiling`)
-    DEV-eval-d  seeds of one policy: their mean, intervals over tasks; each seed's figure is listed (`evaluate`)
+    DEV-15  the signatures near-repeat, redundant observation, argument thrash and productive repeat (`repetition`)
+    DEV-16  a proposal of an executed call: any turn whose call was executed before, blocked or not (`proposals`)
+    DEV-17  how delta, W_c and eps of the activity ceiling are estimated, and on what assumption (`ceiling`)
+    DEV-18  seeds of one policy: their mean, intervals over tasks; each seed's figure is listed (`evaluate`)
 """
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def repetition(run: Iterable[deloop.Step]) -> dict[str, int]:
     near: a call not executed before that differs from an earlier one in the value of exactly one parameter.
     redundant: s_t = 0, but the observation, byte for byte, came before in answer to another call.
     thrash: A-B-A, the call of two steps ago again, after one call of the same function with other parameters.
-    A productive repeat needs no flag: a call executed before, with s_t = 0.                            DEV-eval-a
+    A productive repeat needs no flag: a call executed before, with s_t = 0.                            DEV-15
     """
     found, last, before = Counter(near=0, redundant=0, thrash=0), ("", ""), ("", "")    # (function, kappa) of the
     calls, answers, signatures, masks = set(), set(), set(), set()                      # last step and the one before
@@ -138,7 +138,7 @@ def parts(action: Any) -> tuple[str, Mapping]:
 
 def proposals(turns: Iterable[Mapping]) -> int:
     """Turns whose call (same kappa) was executed in an earlier turn, whether or not this one was executed: the same
-    with an interceptor, which blocks them, and without, where they are the repeated calls.             DEV-eval-b
+    with an interceptor, which blocks them, and without, where they are the repeated calls.             DEV-16
     """
     executed, count = set(), 0
     for turn in turns:
@@ -263,7 +263,7 @@ def ceiling(e: Episode) -> Terms:
     The proposition reads E[loops_c] >= delta E[work_c] for a policy that cannot tell them apart, so work_c <= eps /
     delta. Assumed: A is such a policy and meets the bound (for A the ceiling is its own work_c); delta belongs to
     tasks and harness, not to how long a run is. A run whose W_c is above its ceiling discriminates better than A; at
-    it, it only does less.                                                                              DEV-eval-c
+    it, it only does less.                                                                              DEV-17
     """
     return e.loops_c, 1, *e.base
 
@@ -521,7 +521,7 @@ def evaluate(columns: Sequence[Sequence[Run]], draws: int = 2000, seed: int = 0,
     """Everything that can be printed, in the units of the tables: what --json writes.
 
     columns: the runs A, B, ..., each a list of files: one, or the seeds of one policy, whose episodes count as samples
-    of their task (DEV-eval-d). Each metric has figures {"A": {value, low, high, n}, "B": ..., "B-A": {value, low,
+    of their task (DEV-18). Each metric has figures {"A": {value, low, high, n}, "B": ..., "B-A": {value, low,
     high, p}}, "B/A" for a ratio; n is the denominator; "files" the values of the seeds. Intervals are 95%: Wilson
     (rate) and Woolf (odds) for one episode a task, else bootstrap over tasks, for a comparison over the same tasks in
     both runs. They tell what other tasks would change; what another training seed would, only "files" shows.

@@ -8,13 +8,13 @@ One pair goes from JSON to gradient in five functions, which stand in this order
     train_step      the sum of a * grad log pi over the optimiser batch -> one step of AdamW
 
 Departures from the document, and what it leaves open (numbered in the README):
-    DEV-train-a  AdamW, betas .9 and .999, no weight decay: the optimiser is not stated
-    DEV-train-b  the learning rate rises over the first 10% of the steps, then falls to 0 as a cosine: not stated
-    DEV-train-c  the gradient's norm is clipped at 1: not stated
-    DEV-train-d  over-long pairs are dropped and counted, never cut; so are pairs whose sides are equal as token ids
-    DEV-train-e  --limit draws by seed from the usable pairs: how 8,000 of 9,403 were drawn is not stated
-    DEV-train-f  y is the whole assistant message with its end-of-turn token, not the call alone: not stated
-    DEV-train-g  ipo, kto, sft and the likelihood anchor, which the document only names, are as their functions say
+    DEV-8   y is the whole assistant message with its end-of-turn token, not the call alone: not stated
+    DEV-9   over-long pairs are dropped and counted, never cut; so are pairs whose sides are equal as token ids
+    DEV-10  --limit draws by seed from the usable pairs: how 8,000 of 9,403 were drawn is not stated
+    DEV-11  AdamW, betas .9 and .999, no weight decay: the optimiser is not stated
+    DEV-12  the learning rate rises over the first 10% of the steps, then falls to 0 as a cosine: not stated
+    DEV-13  the gradient's norm is clipped at 1: not stated
+    DEV-14  ipo, kto, sft and the likelihood anchor, which the document only names, are as their functions say
 
 Files in --out: adapter_model.safetensors and adapter_config.json (PEFT's format), metrics.jsonl (a line a step),
 state.json (what ran), references.jsonl (reference log-probs), checkpoint-NNNNNN (adapter, optimiser, state).
@@ -127,7 +127,7 @@ class Row(NamedTuple):
 
 
 def load_rows(config: Config, tokenizer: Any, say: Callable = print) -> tuple[list[Row], Counter]:
-    """The rows to train on, and how many pairs met which fate.                                         DEV-train-d
+    """The rows to train on, and how many pairs met which fate.                                         DEV-9
 
     A pair over the length is dropped, never cut: a cut takes the newest observation or the completion's end.
     """
@@ -143,7 +143,7 @@ def load_rows(config: Config, tokenizer: Any, say: Callable = print) -> tuple[li
             say(f"pairs: {counts['read']} read")
     if not rows:
         raise InputError(f"{config.pairs}: no pairs left to train on: {dict(counts)}, --max-length {config.max_length}")
-    if 0 < config.limit < len(rows):                                                                    # DEV-train-e
+    if 0 < config.limit < len(rows):                                                                    # DEV-10
         drawn = random.Random(f"limit/{config.seed}").sample(range(len(rows)), config.limit)
         rows = [rows[i] for i in sorted(drawn)]
     counts["used"] = len(rows)
@@ -191,7 +191,7 @@ def check_pair(pair: Any, name: str) -> None:
 
 
 def encode_text(content: str, tokenizer: Any) -> list[int]:
-    """Ids of a completion that was not sampled in process, closed by exactly one end-of-turn token.     DEV-train-f
+    """Ids of a completion that was not sampled in process, closed by exactly one end-of-turn token.     DEV-8
 
     It is encoded apart from the prompt, so that no merge crosses the border.
     """
@@ -447,7 +447,7 @@ def train_step(run: Run, step: int) -> dict:
     record = dict(zip(METRICS, (sums / len(batch)).tolist()))
     if step == 0:
         check_start(run, batch, record["loss"])
-    norm = float(torch.nn.utils.clip_grad_norm_(run.weights, config.max_grad_norm or math.inf))         # DEV-train-c
+    norm = float(torch.nn.utils.clip_grad_norm_(run.weights, config.max_grad_norm or math.inf))         # DEV-13
     if not math.isfinite(record["loss"] + norm):
         raise NonFinite(f"step {step + 1}: the loss is {record['loss']}, its gradient's norm {norm}")
     run.optimizer.param_groups[0]["lr"] = lr_at(step, run.steps, config)
@@ -475,7 +475,7 @@ def pair_metrics(row: Row, loss: Tensor, pi: Tensor, ref: Tensor, beta: float) -
 
 
 def lr_at(step: int, steps: int, config: Config) -> float:
-    """Learning rate of step `step` (from 0) of `steps`: rising, then cosine, line or constant.         DEV-train-b"""
+    """Learning rate of step `step` (from 0) of `steps`: rising, then cosine, line or constant.         DEV-12"""
     warm = math.ceil(config.warmup * steps)
     if step < warm:
         return config.lr * (step + 1) / warm
@@ -770,6 +770,9 @@ class NonFinite(Exception):
 def main(argv: list[str]) -> int:
     """python train.py --pairs FILE --model NAME_OR_DIR --out DIR; returns the exit code."""
     config = deloop.config_from_args(Config, argv, __doc__)
+    for name in ("batch", "epochs", "rank", "save_every"):
+        if getattr(config, name) < 1:
+            raise InputError(f"--{name.replace('_', '-')} must be at least 1")
     sys.stdout.reconfigure(line_buffering=True)         # progress is seen while it is made, through a pipe too
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", ".*gradient_checkpointing.* is deprecated")   # the old names, as PEFT has them
@@ -803,7 +806,7 @@ def open_run(config: Config, accelerator: Accelerator, rows: list[Row], about: d
     claim(config, about)
     out.mkdir(parents=True, exist_ok=True)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=config.lr, betas=(0.9, 0.999), weight_decay=0.0)          # DEV-train-a
+    optimizer = torch.optim.AdamW(weights, lr=config.lr, betas=(0.9, 0.999), weight_decay=0.0)          # DEV-11
     references = References(Path(config.reference_cache or out / "references.jsonl"), about["base model"])
     run = Run(config, accelerator, model, optimizer, rows, references)
     check_impl(run)

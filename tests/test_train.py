@@ -559,8 +559,8 @@ def test_ablations_change_the_gradient_and_not_the_loss(tmp_path, folder, object
 
 
 def test_suffix_only_leaves_out_the_common_beginning(tmp_path, folder):
-    """Under --suffix-only the loss is bit-equal; one term's gradient is that of the tokens after the common beginning; the
-    whole gradient of dpo stays, since there the common tokens cancel."""
+    """Under --suffix-only the loss is bit-equal; a term's gradient is that of the tokens after the common beginning;
+    the whole gradient of dpo stays, since there the common tokens cancel."""
     rows, found = [row_of(random.Random(i), lengths=(5, 7), common=3) for i in range(3)], {}
     for mode in ("plus", "none"):
         for flag in (False, True):
@@ -817,6 +817,8 @@ def test_command_line_errors_are_one_line_and_exit_2(tmp_path, folder, capsys):
     assert "unrecognized arguments: --nonsense" in capsys.readouterr().err
     with pytest.raises(InputError, match="--model .*nowhere: "):
         train.main(command(tmp_path, str(tmp_path / "nowhere")))
+    with pytest.raises(InputError, match="--save-every must be at least 1"):
+        train.main(command(tmp_path, folder(), save_every=0))
     with pytest.raises(InputError, match="gone.jsonl: cannot be read"):
         train.main(command(tmp_path, folder(), count=0, pairs=tmp_path / "gone.jsonl"))
 
