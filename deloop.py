@@ -196,14 +196,14 @@ import dataclasses
 import glob
 import gzip
 import html
+import io
 import os
+import random
 import re
 import sys
-import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple, TypedDict
 
 RESULTS = ("done", "turn_limit", "context_overflow")    # the statuses that say something about the policy
@@ -244,13 +244,28 @@ def context_at(trajectory: Mapping, turn: int) -> list[dict]:
 
 
 def compacted(messages: list[dict], event: Mapping | None, config: Mapping) -> list[dict]:
-    """messages as the model is to see them after the latest compaction event (None: there was none)."""
-    head, start = [dict(message) for message in messages[:HEAD]], HEAD
+    """messages as the model is to see them after the latest compaction event (None: there was none).
+
+    The messages in event["dropped"] are left out; event["header"] and event["summary"] stand at the end of the task
+    message; of the observations before the index event["masked"] only the length stays, where that is shorter.
+    """
+    head, start, masked = [dict(message) for message in messages[:HEAD]], HEAD, 0
     if event:
-        start = event["dropped"][1]
-        if event["summary"]:
-            head[-1]["content"] = f"{head[-1]['content']}\n\n{SUMMARY_HEADER}\n{event['summary']}"
-    return head + [shown(message, config) for message in messages[start:]]
+        start, masked = event["dropped"][1], event.get("masked", 0)
+        header = event.get("header", SUMMARY_HEADER if event["summary"] else "")
+        note = "\n".join(text for text in (header, event["summary"]) if text)
+        head[-1]["content"] += f"\n\n{note}" if note else ""
+    return head + [shown(omitted(message) if index < masked else message, config)
+                   for index, message in enumerate(messages[start:], start)]
+
+
+def omitted(message: Mapping) -> dict:
+    """A message whose observation is replaced by its length, where that is shorter."""
+    message = dict(message)
+    if message["role"] != "assistant":
+        note = f"[observation omitted: {len(message['content'])} characters]"
+        message["content"] = min(message["content"], note, key=len)
+    return message
 
 
 def shown(message: Mapping, config: Mapping) -> dict:
@@ -283,7 +298,7 @@ def ids_hash(ids: Iterable[int]) -> str:
     return hashlib.sha256(" ".join(map(str, ids)).encode()).hexdigest()
 
 
-def masked(trajectory: dict, mask: re.Pattern | None) -> dict:
+def with_mask(trajectory: dict, mask: re.Pattern | None) -> dict:
     """trajectory with each match of mask in its observations replaced, so that counters and clocks compare equal.
 
     This is not the definition: the copy carries "mask", and what is printed of it says so. Its messages stay whole.
@@ -363,6 +378,45 @@ def _pair(trajectory: Mapping, run: list[Step], t: int, t_escape: int) -> Pair |
         success=success(trajectory))
 
 
+PAIRINGS = ("escape", "random", "first-different", "other", "shuffled")     # all but the first: ablations of the rule
+
+
+def repaired(trajectory: Mapping, pairs: Iterable[Pair], pairing: str, seed: int) -> Iterator[Pair]:
+    """The pairs with another later action of the rollout as chosen side; contexts and rejected sides stay.
+
+    first-different: min{u > t : kappa(a_u) != kappa(a_t)}, so s_u may be 1. random: any u > t with another message; the
+    draw depends on seed, task, sample and t. Other pairings leave the pairs as they are: see dealt.
+    """
+    run = steps(trajectory)
+    messages = [_completion(trajectory, trajectory["turns"][step.turn]) for step in run]
+    for pair in pairs:
+        t, u = pair["t"], pair["t_escape"]
+        later = [u for u in range(t + 1, len(run)) if messages[u] != messages[t]]       # the escape is one of them
+        if pairing == "first-different":
+            u = next(u for u in later if kappa(run[u].action) != kappa(run[t].action))
+        elif pairing == "random":
+            u = random.Random(f"random/{seed}/{pair['task_id']}/{pair['sample']}/{t}").choice(later)
+        yield pair if u == pair["t_escape"] else _pair(trajectory, run, t, u)
+
+
+def dealt(pairs: Iterable[Pair], sides: list[tuple], pairing: str, seed: int) -> Iterator[Pair]:
+    """The pairs with sides of others; contexts stay. sides: for each pair (chosen, rejected), a side: (messages, ids).
+
+    other: the chosen side is another pair's. shuffled: both are drawn from all sides of all pairs. Never equal ones.
+    """
+    draw, used = random.Random(f"{pairing}/{seed}"), 2 if pairing == "shuffled" else 1
+    pool = [side for both in sides for side in both[:used]]
+    if len({_json(messages) for messages, _ in pool}) < 3:
+        raise InputError(f"--pairing {pairing} needs at least three pairs with different messages")
+    for own, pair in zip(sides, pairs):
+        rejected = own[1] if pairing == "other" else draw.choice(pool)
+        chosen = rejected
+        while chosen[0] == rejected[0] or chosen is own[0]:
+            chosen = draw.choice(pool)
+        yield Pair({**pair, "chosen": chosen[0], "chosen_ids": chosen[1], "rejected": rejected[0],
+                    "rejected_ids": rejected[1], "t_escape": None})
+
+
 def _completion(trajectory: Mapping, turn: Mapping) -> dict:
     """The assistant message of a turn; of several calls in one message only the turn's own."""
     message = trajectory["messages"][turn["message"]]
@@ -384,29 +438,36 @@ def read_trajectories(path: str | os.PathLike, problems: list[str] | None = None
     """The trajectories in a log of any supported format, recognised by content; path: as in read_jsonl.
 
     What cannot be read (a broken line, an object of another kind) is noted in problems, with its line, and reading goes
-    on; without that list it raises InputError at the end. A file that holds no log at all raises InputError in any case.
+    on; without that list it raises InputError at the end. A file that is no log at all raises it in any case.
     """
-    noted, chat, count, name = [], [], 0, LOG.sub("", Path(path).name)
-    for number, document, error in _rows(path):
-        if isinstance(document, dict) and "messages" not in document and ("role" in document or "choices" in document):
-            chat.append(document)               # one message a line: together they are one conversation
-            continue
+    noted, count, name = [], 0, LOG.sub("", os.path.basename(path))
+    for number, document, error in _documents(path):
         try:
             found = _recognised(document, name if number == 1 else f"{name}:{number}")
-        except InputError as problem:
-            found, error = None, str(problem)
+        except (AttributeError, IndexError, KeyError, TypeError) as problem:
+            found, error = None, f"malformed ({type(problem).__name__}: {problem}), {_kind(document)}"
         if found is None:
             noted.append(f"{path}, line {number}: {error or f'no trajectory but {_kind(document)}'}")
         count += len(found or ())
         yield from found or ()
-    if chat:
-        yield from read_openai(chat, name) or ()
-    elif noted and not count:
-        raise InputError(f"{noted[0]}. Tried: {', '.join(reader.__doc__.partition(':')[0] for reader in READERS)}")
+    if noted and not count:
+        raise InputError(f"{noted[0]}. Tried: {', '.join(str(reader.__doc__).partition(':')[0] for reader in READERS)}")
     if problems is not None:
         problems += noted
     elif noted:
         raise InputError("; ".join(noted))
+
+
+def _documents(path: str | os.PathLike) -> Iterator[tuple[int, Any, str | None]]:
+    """_rows in which messages that stand one a line are one document, the conversation."""
+    chat = []
+    for number, document, error in _rows(path):
+        if isinstance(document, dict) and "messages" not in document and ("role" in document or "choices" in document):
+            chat.append(document)
+        else:
+            yield number, document, error
+    if chat:
+        yield 1, chat, None
 
 
 def _recognised(document: Any, name: str) -> list[dict] | None:
@@ -416,7 +477,7 @@ def _recognised(document: Any, name: str) -> list[dict] | None:
     found = first(document, name)
     if found is None and isinstance(document, list) and document:
         parts = [first(each, f"{name}:{index}") for index, each in enumerate(document)]
-        found = None if None in parts else [trajectory for part in parts for trajectory in part]
+        found = None if None in parts else [trajectory for part in parts for trajectory in part or ()]
     return found
 
 
@@ -431,11 +492,10 @@ def read_native(document: Any, name: str) -> list[dict] | None:
     """deloop-trajectory/1: what rollout.py writes."""
     if not isinstance(document, dict) or document.get("format") != "deloop-trajectory/1":
         return None
-    missing = [key for key in ("task_id", "sample", "status", "messages", "turns") if key not in document]
-    missing = missing or [f"turns[{index}].{key}" for index, turn in enumerate(document["turns"])
-                          for key in ("message", "action", "executed", "observation") if key not in turn]
-    if missing:
-        raise InputError(f"a deloop-trajectory/1 without {', '.join(missing[:5])}")
+    for needed, part in [(("task_id", "sample", "status", "messages", "turns"), document)] + [
+            (("message", "action", "executed", "observation"), turn) for turn in document.get("turns", ())]:
+        if missing := [key for key in needed if key not in part]:
+            raise KeyError(f"a deloop-trajectory/1 without {', '.join(missing)}")
     return [document]
 
 
@@ -446,23 +506,27 @@ def read_tau_bench(document: Any, name: str) -> list[dict] | None:
 
 
 def read_swe_agent(document: Any, name: str) -> list[dict] | None:
-    """SWE-agent .traj, 0.x and 1.x: {trajectory: [{action, observation, response}], history, info}.
+    """SWE-agent .traj (0.x, 1.x): {trajectory: [{action, observation, response}], history, info}, or such a list alone.
 
-    Observations are those of trajectory (what a model is sent may hold elided ones), messages those of history.
+    Observations are those of trajectory (what a model is sent may hold elided ones), messages those of history. An
+    empty action is no call; exit_cost and its like are written by the harness, so a pair must not choose them.
     """
-    run = document.get("trajectory") if isinstance(document, dict) else None
-    if not isinstance(run, list) or not all(isinstance(s, dict) and {"action", "observation"} <= s.keys() for s in run):
+    record = document if isinstance(document, dict) else {"trajectory": document}
+    run = record.get("trajectory")
+    if not isinstance(run, list) or run is document and not run or not all(
+            isinstance(step, dict) and {"action", "observation"} <= step.keys() for step in run):
         return None
-    messages = [message for message in document.get("history") or () if isinstance(message, dict)]
+    messages = list(record.get("history") or ())
     places = [n for n, m in enumerate(messages) if m.get("role") == "assistant" and not m.get("is_demo")]
     if len(places) != len(run):                 # the history is not that of these steps: spell it from them
         messages = messages[:places[0] if places else None]
         places = list(range(len(messages), len(messages) + 2 * len(run), 2))
         for step in run:
-            messages += [{"role": "assistant", "content": step.get("response") or step["action"]},
+            messages += [{"role": "assistant", "content": step.get("response") or text_of(step["action"])},
                          {"role": "user", "content": step["observation"]}]
-    turns = [_turn(place, step["action"].strip() or None, step["observation"]) for place, step in zip(places, run)]
-    return [_log("SWE-agent", document, messages, turns, name)]
+    turns = [_turn(place, None if re.fullmatch(r"\s*(exit_\w+)?\s*", text_of(step["action"])) else step["action"],
+                   step["observation"]) for place, step in zip(places, run)]
+    return [_log("SWE-agent", record, messages, turns, name)]
 
 
 def read_openhands(document: Any, name: str) -> list[dict] | None:
@@ -474,9 +538,12 @@ def read_openhands(document: Any, name: str) -> list[dict] | None:
     record = document if isinstance(document, dict) else {"history": document}
     items = record["history"] if isinstance(record.get("history"), list) else []
     events = [event for item in items for event in (item if isinstance(item, list) else [item])]
-    if not events or not all(isinstance(event, dict) and {"action", "observation"} & event.keys() for event in events):
+    if not (events or {"instance_id", "history"} <= record.keys()) or not all(
+            isinstance(event, dict) and {"action", "observation"} & event.keys() for event in events):
         return None
-    messages, turns, waiting = [], [], {}
+    messages: list[dict] = []
+    turns: list[dict] = []
+    waiting: dict[Any, dict] = {}               # id of each action without an answer -> its turn
     for event in events:
         args, kind = event["args"] if isinstance(event.get("args"), dict) else event, event.get("action")
         if "observation" in event:
@@ -507,29 +574,26 @@ def read_mini_swe_agent(document: Any, name: str) -> list[dict] | None:
     messages = record.get("messages")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         return None
-    new = any(_extra(message).get("actions") for message in messages)
-    fenced = any(text_of(m.get("content")).startswith("<returncode>") and m.get("role") == "user" for m in messages)
-    if not (new or fenced) or (not new and any(message.get("tool_calls") for message in messages)):
+    extras = [message.get("extra") or {} for message in messages]
+    new = any(extra.get("actions") for extra in extras)
+    if not new and (any(message.get("tool_calls") for message in messages) or not any(
+            text_of(message.get("content")).startswith("<returncode>") for message in messages)):
         return None
     turns: list[dict] = []
     for index, message in enumerate(messages):
-        commands = [action.get("command") for action in _extra(message).get("actions") or ()]
+        commands = [action["command"] for action in extras[index].get("actions") or ()]
         if message.get("role") == "assistant" and not new:
             blocks = re.findall(r"```(?:bash|mswea_bash_command)\s*\n(.*?)\n```", text_of(message.get("content")), re.S)
             commands = blocks if len(blocks) == 1 else [None]           # none or several: refused, not executed
-        calls = message.get("tool_calls") or commands
-        for command, call, answer in zip(commands, calls, messages[index + 1:index + 1 + len(commands)]):
-            turns.append(_turn(index, call if command else None, _returned(answer)))
+        for number, command in enumerate(commands):
+            answer: dict = messages[index + 1 + number] if index + 1 + number < len(messages) else {"role": "exit"}
+            call = message["tool_calls"][number] if message.get("tool_calls") else command
+            turns.append(_turn(index, call, _returned(answer, answer.get("extra") or {})))
     return [_log("mini-swe-agent", record, messages, turns, name)]
 
 
-def _extra(message: Mapping) -> Mapping:
-    return message["extra"] if isinstance(message.get("extra"), Mapping) else {}
-
-
-def _returned(message: Mapping) -> str | None:
+def _returned(message: Mapping, extra: Mapping) -> str | None:
     """What the environment returned: extra.raw_output with a failing return code, else the message's text."""
-    extra = _extra(message)
     if extra.get("exception_info") == "action was not executed" or message.get("role") in ("assistant", "exit"):
         return None
     code = f"\n[return code {extra['returncode']}]" if extra.get("returncode") else ""
@@ -618,22 +682,21 @@ def _turn(message: int, action: Any, observation: Any) -> dict:
 
 def _log(format: str, record: Mapping, messages: list[dict], turns: list[dict], name: str) -> dict:
     """A trajectory of a foreign log, with what its record says of task, sample, status and reward."""
-    def first(keys: tuple, kinds: tuple) -> Any:
-        info = record["info"] if isinstance(record.get("info"), dict) else {}
-        return next((part[key] for key in keys for part in (record, info) if isinstance(part.get(key), kinds)), None)
-    task = first(("task_id", "instance_id", "id"), (str, int))
-    reward = first(("reward", "resolved", "success"), (int, float))
-    return {"format": format, "task_id": name if task is None else str(task),
-            "sample": first(("sample", "trial"), (int,)) or 0, "status": first(("status", "exit_status"), (str,)),
+    known = {**(record["info"] if isinstance(record.get("info"), dict) else {}), **record}
+
+    def first(default: Any, kinds: tuple, *keys: str) -> Any:
+        return next((known[key] for key in keys if isinstance(known.get(key), kinds)), default)
+    reward = first(None, (int, float), "reward", "resolved", "success")
+    return {"format": format, "task_id": str(first(name, (str, int), "task_id", "instance_id", "id")),
+            "sample": first(0, (int,), "sample", "trial"), "status": first(None, (str,), "status", "exit_status"),
             "reward": None if reward is None else float(reward), "messages": messages, "turns": turns}
 
 
 def text_of(content: Any) -> str:
     """Message content as text: blocks are joined, what is no text block is kept as its JSON."""
-    if isinstance(content, dict) and isinstance(content.get("text"), str):
-        return content["text"]
     if isinstance(content, list):
-        return "".join(map(text_of, content))
+        return "".join(block["text"] if isinstance(block, dict) and isinstance(block.get("text"), str)
+                       else text_of(block) for block in content)
     return content if isinstance(content, str) else "" if content is None else _json(content)
 
 
@@ -658,27 +721,24 @@ def read_jsonl(path: str | os.PathLike) -> Iterator[tuple[int, Any]]:
 def _rows(path: str | os.PathLike) -> Iterator[tuple[int, Any, str | None]]:
     """(line number, object, None) for each line that is JSON, (line number, text, what is wrong) for each other."""
     try:
-        with (sys.stdin.buffer if str(path) == "-" else open(path, "rb")) as raw:
-            file = gzip.open(raw) if raw.peek(2)[:2] == b"\x1f\x8b" else raw
-            lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
-            for number, line in lines:
-                document, error = _parsed(line)
-                if error:                       # the first line is no JSON: one document on many lines, text, or broken
-                    yield from _whole(number, line + file.read())
-                    return
-                yield number, document, None
-                yield from ((number, *_parsed(line)) for number, line in lines)
+        with open(0 if str(path) == "-" else path, "rb") as raw:
+            file, first = gzip.open(raw) if raw.peek(2)[:2] == b"\x1f\x8b" else raw, True
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    row = (number, *_parsed(line))
+                    yield from _whole(number, line + file.read()) if first and row[2] else [row]
+                    first = False
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{path}: cannot be read ({error})") from None
 
 
 def _whole(start: int, data: bytes) -> list[tuple[int, Any, str | None]]:
-    """The rows of a file whose first line is no JSON."""
+    """The rows of a file whose first line is no JSON: one document on many lines, a broken line, or text."""
     document, error = _parsed(data)
-    rows = [(number, *_parsed(line)) for number, line in enumerate(data.split(b"\n"), start) if line.strip()]
-    if error and all(row[2] for row in rows):
-        error = f"neither JSON nor JSONL ({error}) but text that begins {document[:40]!r}"
-    return rows if error and not all(row[2] for row in rows) else [(1, document, error)]
+    rows = [(n, *_parsed(line)) for n, line in enumerate(data.split(b"\n"), start) if error and line.strip()]
+    if any(row[2] is None for row in rows):
+        return rows
+    return [(1, document, error and f"neither JSON nor JSONL ({error}) but text that begins {document[:40]!r}")]
 
 
 def _parsed(data: bytes) -> tuple[Any, str | None]:
@@ -695,9 +755,10 @@ def files(names: Iterable[str]) -> Iterator[tuple[str, bool]]:
         if not found:
             raise InputError(f"{name}: no such file or folder, and as a pattern it matches nothing")
         for path in found:
-            inside = sorted(Path(path).rglob("*")) if os.path.isdir(path) else ()
-            yield from ((str(file), False) for file in inside if LOG.search(file.name))
-            if not os.path.isdir(path):
+            if os.path.isdir(path):
+                inside = sorted(glob.glob(os.path.join(glob.escape(path), "**", "*"), recursive=True))
+                yield from ((file, False) for file in inside if LOG.search(file) and os.path.isfile(file))
+            else:
                 yield path, path == name
 
 
@@ -763,7 +824,8 @@ def config_from_args(Config: type, argv: list[str], description: str) -> Any:
 def run(main: Callable[[list[str]], int | None]) -> None:
     """Run a script's main(argv) and leave with its exit code; InputError becomes one line and exit code 2."""
     for stream in (sys.stdout, sys.stderr):     # a log may hold what the terminal cannot show
-        stream.reconfigure(errors="backslashreplace")
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         sys.exit(main(sys.argv[1:]))
     except InputError as error:
@@ -787,7 +849,7 @@ def logs(options: argparse.Namespace) -> Iterator[tuple[str, dict]]:
         try:
             for trajectory in read_trajectories(path, options.problems):
                 count += 1
-                yield path, masked(trajectory, options.mask)
+                yield path, with_mask(trajectory, options.mask)
         except InputError:
             if named:
                 raise
@@ -859,7 +921,7 @@ def explain(options: argparse.Namespace) -> int:
     for _, trajectory in logs(options):
         if trajectory["task_id"].startswith(options.task_id) and trajectory.get("sample", 0) == options.sample:
             if options.html:
-                write_atomic(options.html, page(list(story(trajectory))))
+                write_atomic(options.html, [page(list(story(trajectory))).encode("utf-8", "replace")])
             else:
                 print("\n".join(lines(story(trajectory), options.width, sys.stdout.isatty())))
             return 0
@@ -876,8 +938,10 @@ def story(trajectory: Mapping) -> Iterator[tuple[str, str, str, str, str]]:
     for index, turn in enumerate(trajectory["turns"]):
         for event in trajectory.get("compactions", ()):
             if event["before_turn"] == index:
-                head = f"compaction: messages {event['dropped'][0]} to {event['dropped'][1] - 1} become"
-                yield "compaction", "", head, event["summary"] or "(nothing)", ""
+                first, end = event["dropped"]
+                head = f"compaction: messages {first} to {end - 1} become" if end > first else (
+                    f"compaction: of the observations before message {event.get('masked')} only the length stays")
+                yield "compaction", "", head, event["summary"] or event.get("header") or "", ""
         t = numbers.get(index)
         if t is None:
             head = f"no step ({turn.get('parse') or ('unanswered' if turn['action'] else 'no call')})"
@@ -909,34 +973,35 @@ def lines(told: Iterable[tuple[str, str, str, str, str]], width: int, colour: bo
 
 def page(told: list[tuple[str, str, str, str, str]]) -> str:
     """The story as one HTML page: no script, nothing from a network, long texts folded."""
-    rows = []
-    for kind, number, head, body, mark in told[1:]:
-        text = f"<pre>{html.escape(body)}</pre>"
-        if len(body) > 300 or body.count("\n") > 5:
-            text = f"<details><summary>{html.escape(_short(body, 120))}</summary>{text}</details>"
-        linked = re.sub(r"step (\d+)", r'<a href="#\1">step \1</a>', mark)
-        rows.append(f'<li id="{number}" class="{kind} {"loop" if mark else ""}"><b>{number}</b><div>'
-                    f"<code>{html.escape(head)}</code><p>{linked}</p>{text}</div></li>")
-    return PAGE.replace("ROWS", "\n".join(rows)).replace("TITLE", html.escape(told[0][2]))
+    def linked(text: str) -> str:
+        return re.sub(r"step (\d+)", r'<a href="#\1">step \1</a>', text)
+    rows = [f'<li id="{number}" class="{kind} {"loop" if mark else ""}"><b>{number}</b><div><div class="call">'
+            f"{_folded(head)}</div><p>{linked(mark)}</p>{_folded(body)}</div></li>"
+            for kind, number, head, body, mark in told[1:]]
+    start, end = PAGE.split("ROWS")
+    found = ", ".join(f"step {number}" for _, number, _, _, mark in told if mark) or "none"
+    return start.replace("LOOPS", linked(found)).replace("TITLE", html.escape(told[0][2])) + "\n".join(rows) + end
+
+
+def _folded(text: str) -> str:
+    shown = f"<pre>{html.escape(text) or '(empty)'}</pre>"
+    if len(text) <= 300 and text.count("\n") < 6:
+        return shown
+    return f"<details><summary>{html.escape(_short(text, 120))}</summary>{shown}</details>"
 
 
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>TITLE</title><style>
-:root { color-scheme: light dark; }
+:root { color-scheme: light dark; } h1 { font-size: 1.1rem; } ol { list-style: none; padding: 0; }
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 60rem; margin: auto; padding: 1rem; overflow-wrap: anywhere; }
-h1 { font-size: 1.1rem; }
-ol { list-style: none; padding: 0; }
 li { display: flex; gap: .7rem; padding: .6rem .5rem; border-left: 4px solid #0000; border-bottom: 1px solid #8884; }
-li > b { min-width: 1.6rem; text-align: right; opacity: .6; }
-li > div { flex: 1; min-width: 0; }
-li.loop { border-left-color: #d33; }
-li.turn, li.compaction { font-style: italic; }
-p, p a { color: #d33; font-weight: 600; margin: .1rem 0; }
-code, pre { font: 13px/1.4 ui-monospace, monospace; white-space: pre-wrap; margin: .2rem 0; }
-code { font-weight: 700; }
+li.loop { border-left-color: #d33; } li.turn, li.compaction { font-style: italic; }
+li > b { min-width: 1.6rem; text-align: right; opacity: .6; } li > div { flex: 1; min-width: 0; }
+p, p a { color: #d33; font-weight: 600; margin: .1rem 0; } .call > * { font-weight: 700; }
+pre { font: 13px/1.4 ui-monospace, monospace; white-space: pre-wrap; margin: .2rem 0; }
 summary { cursor: pointer; opacity: .8; }
-</style></head><body><h1>TITLE</h1><ol>
+</style></head><body><h1>TITLE</h1><p>Loop steps: LOOPS</p><ol>
 ROWS
 </ol></body></html>
 """
@@ -944,14 +1009,17 @@ ROWS
 
 def mine(options: argparse.Namespace) -> int:
     """All pairs of all files into one file, with a count of what became of every loop step."""
-    reasons, places, failed = Counter(), [], 0
+    import tempfile                             # here, because nothing else needs it and it is slow to import
+    reasons: Counter[str] = Counter()
+    places, failed = [], 0
     with tempfile.TemporaryFile() as spool:     # a pair holds its whole prompt: only the keys are sorted in memory
         for _, trajectory in logs(options):
             if trajectory.get("status") in ERRORS:
                 reasons[f"run ended in {trajectory['status']}"] += sum(map(bool, loops(steps(trajectory))))
                 continue
-            for pair in mine_pairs(trajectory, reasons):
-                line = json_line({**pair, **({"mask": trajectory["mask"]} if options.mask else {})})
+            for pair in repaired(trajectory, mine_pairs(trajectory, reasons), options.pairing, options.seed):
+                line = json_line({**pair, **({"mask": trajectory["mask"]} if options.mask else {}),
+                                  **({"pairing": options.pairing} if options.pairing != "escape" else {})})
                 failed += pair["success"] is False
                 key = (pair["task_id"], pair["sample"], pair["t"], hashlib.sha256(line).digest())
                 places.append((key, spool.tell(), len(line)))
@@ -961,7 +1029,13 @@ def mine(options: argparse.Namespace) -> int:
             for _, place, length in sorted(places):
                 spool.seek(place)
                 yield spool.read(length)
-        write_atomic(options.out, ordered())
+        if options.pairing in ("other", "shuffled"):
+            sides = [tuple((pair[side], pair[f"{side}_ids"]) for side in ("chosen", "rejected"))
+                     for pair in map(json.loads, ordered())]
+            write_atomic(options.out, map(json_line, dealt(map(json.loads, ordered()), sides, options.pairing,
+                                                           options.seed)))
+        else:
+            write_atomic(options.out, ordered())
     print(f"{sum(reasons.values())} loop steps{_label({'mask': options.mask.pattern} if options.mask else {})}")
     for reason, count in sorted(reasons.items(), key=lambda item: (-item[1], item[0])):
         print(f"{count:8}  {reason}")
@@ -995,6 +1069,11 @@ def main(argv: list[str]) -> int:
             sub.add_argument("--html", metavar="PAGE", help="write one HTML page instead [off]")
         else:
             sub.add_argument("--out", required=True, help="the pairs file to write (required)")
+            sub.add_argument("--pairing", default="escape", choices=PAIRINGS, help="ablations of the rule, with the "
+                             "same contexts and counts: the chosen side is any later action (random), the first of "
+                             "another kappa (first-different), another pair's (other); or both sides are any pair's "
+                             "(shuffled) [%(default)s]")
+            sub.add_argument("--seed", type=int, default=0, help="of --pairing random, other, shuffled [%(default)s]")
     options = parser.parse_args(argv)
     if "command" not in options:
         parser.print_help()

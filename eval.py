@@ -677,13 +677,13 @@ def heads(result: dict) -> list[str]:
         counts = ", ".join(f"{statuses[each]} {each}" for each in (*RESULTS, *ERRORS) if each in statuses)
         memory = "".join(f", {key.replace('_', ' ')} {config[key]}" for key in shown if key in config)
         differ = "".join(f", {key} {str(config.get(key))[:40]} (A: {str(base.get(key))[:40]})"
-                         for key in sorted((config.keys() | base.keys()) - {*shown})
+                         for key in sorted((config.keys() | base.keys()) - {*shown, "adapter"})     # policy names it
                          if config.get(key) != base.get(key))
         policy = " | ".join(run["policy"]) if isinstance(run["policy"], list) else run["policy"]
         tasks = f"{result['tasks']} tasks" + f", {run['episodes']} episodes" * (run["episodes"] != result["tasks"])
         seeds = "".join(f"; {each.replace('_', ' ')} by file " + ", ".join(
             "-" if value is None else f"{value:.1f}%" for value in metrics[each][run["run"]]["files"])
-            for each in ("loop_rate", "success") if len(run["files"]) > 1)
+            for each in ("loop_rate", "success") if len(run["files"]) > 1 and each in metrics)
         lines.append(f"{run['run']}  {', '.join(run['files'])}: {tasks} ({counts}); {policy}{memory}{differ}{seeds}")
     return lines
 
@@ -901,6 +901,7 @@ def main(argv: list[str]) -> int:
     form.add_argument("--markdown", action="store_true", help="print a Markdown table [a table for the terminal]")
     form.add_argument("--json", action="store_true", help="print everything, for machines [off]")
     form.add_argument("--csv", action="store_true", help="print one line for each figure [off]")
+    parser.add_argument("--only", metavar="KEY,KEY", help="only these figures, by their keys in --json [all]")
     parser.add_argument("--expect", metavar="JSON", help="exit 1 if a figure is outside the interval that this file "
                         'states, such as {"A.loop_rate": [40, null], "B-A.loop_rate.high": [null, -25]} [none]')
     parser.add_argument("--plot", metavar="DIR", help="also draw pictures into this folder (needs matplotlib) [none]")
@@ -914,6 +915,11 @@ def main(argv: list[str]) -> int:
     columns = [[load(path) for path in argument.split(",")] for argument in options.files]
     result = evaluate(columns, options.draws, options.seed, options.drop_errors)
     failed = unmet(result, options.expect) if options.expect else []
+    if options.only:
+        wanted, known = options.only.split(","), {metric["key"]: metric for metric in result["metrics"]}
+        if unknown := [key for key in wanted if key not in known]:
+            raise InputError(f"--only: no figure {', '.join(unknown)}; known: {', '.join(known)}")
+        result["metrics"] = [known[key] for key in wanted]
     if options.json:
         print(json.dumps(result, indent=1))
     else:

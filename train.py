@@ -157,16 +157,16 @@ def encode_pair(pair: Any, tokenizer: Any, name: str) -> Row:
     finished chat would add what was never sampled (a newline, an empty think block) and strip what was.
     """
     check_pair(pair, name)
+    render = functools.partial(tokenizer.apply_chat_template, **(pair.get("chat_template_kwargs") or {}))
     try:
-        prompt = tokenizer.apply_chat_template(pair["prompt"], add_generation_prompt=True, return_dict=False,
-                                               **(pair.get("chat_template_kwargs") or {}))
-    except jinja2.TemplateError as error:
-        raise InputError(f"{name}: the chat template of --model refuses the prompt ({error})") from None
+        prompt = render(pair["prompt"], add_generation_prompt=True, return_dict=False)
+        branches = [pair.get(f"{side}_ids") or encode_text(written(pair["prompt"], pair[side][0], render, tokenizer),
+                                                           tokenizer) for side in ("chosen", "rejected")]
+    except (jinja2.TemplateError, TypeError) as error:
+        raise InputError(f"{name}: the chat template of --model refuses the messages ({error})") from None
     if pair.get("prompt_ids_sha256") not in (None, deloop.ids_hash(prompt)):
         raise InputError(f"{name}: template drift: the prompt renders to other tokens than in the rollout. "
                          f"Give the rollout's --model and transformers version, or roll out and mine again")
-    branches = [pair.get(f"{side}_ids") or encode_text(pair[side][0]["content"], tokenizer)
-                for side in ("chosen", "rejected")]
     if max(map(max, branches)) >= len(tokenizer):
         raise InputError(f"{name}: a sampled id is outside the vocabulary of --model: are these another model's pairs?")
     return Row(name, prompt, branches)
@@ -175,7 +175,8 @@ def encode_pair(pair: Any, tokenizer: Any, name: str) -> Row:
 def check_pair(pair: Any, name: str) -> None:
     """Raise InputError unless the pair has the shape of deloop-pairs/1 and its prompt is as it was mined."""
     def is_message(value: Any) -> bool:
-        return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+        return isinstance(value, dict) and isinstance(value.get("role"), str) and (
+            isinstance(value.get("content"), str) or bool(value.get("tool_calls")))
 
     if not isinstance(pair, dict) or pair.get("format", "deloop-pairs/1") != "deloop-pairs/1":
         raise InputError(f"{name}: no pair of format deloop-pairs/1; make pairs with: python deloop.py mine")
@@ -183,11 +184,23 @@ def check_pair(pair: Any, name: str) -> None:
     for key, (number, most) in {"prompt": ("messages", sys.maxsize), "chosen": one, "rejected": one}.items():
         value, ids = pair.get(key), pair.get(f"{key}_ids") or []
         if not (isinstance(value, list) and 0 < len(value) <= most and all(map(is_message, value))):
-            raise InputError(f"{name}: {key} must be a list of {number} with role and content")
+            raise InputError(f"{name}: {key} must be a list of {number} with role and content (or tool_calls)")
         if not (isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids)):
             raise InputError(f"{name}: {key}_ids must be a list of token ids or null")
     if pair.get("prompt_sha256") not in (None, deloop.prompt_hash(pair["prompt"])):
         raise InputError(f"{name}: the prompt was edited after it was mined (its prompt_sha256 differs); mine again")
+
+
+def written(prompt: list[dict], message: dict, render: Callable, tokenizer: Any) -> str:
+    """The text of a completion that was not sampled in process: its content; where a foreign log holds tool calls
+    instead, what the chat template writes for them behind the prompt, up to the end of the turn."""
+    if not message.get("tool_calls"):
+        return message["content"]
+    before = render(prompt, add_generation_prompt=True, tokenize=False)
+    whole = render([*prompt, message], tokenize=False)
+    if not whole.startswith(before):
+        raise TypeError("it renders a tool call otherwise than behind the prompt")
+    return whole[len(before):].rpartition(tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer)))[0]
 
 
 def encode_text(content: str, tokenizer: Any) -> list[int]:

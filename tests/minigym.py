@@ -15,9 +15,11 @@ import contextlib
 import hashlib
 import json
 import random
+import socket
 import socketserver
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
 LEVELS = {1: (4, 6), 2: (7, 8), 3: (9, 10)}  # difficulty -> shortest and longest hidden list
+HOST = "127.0.0.1"  # or "::1"
 SYMBOLS = "abcdefgh@"  # "@" also separates the parts of CodeGym's `ability`: a client must not split there
 ITEMS = ("bone", "book", "coin", "lamp", "nothing", "rope")
 HELD_OUT_FAMILY = "findchar"  # never in a training or held-out-instance set, so that it measures transfer
@@ -33,7 +36,10 @@ RULES = (
     '<|FunctionCallBegin|>[{"name": "function_name", "parameters": {"key": value}}]<|FunctionCallEnd|>\n'
     "Wait for the result of a call before the next one.\n\nQuestion:\n"
 )
-DOC = '\nFunction:\n\ndef %s(%s: int):\n    r"""\n\n    %s\n\n    Args:\n        %s (int): %s\n\n    Returns:\n        str: %s\n\n    """\n'
+DOC = (
+    '\nFunction:\n\ndef %s(%s: int):\n    r"""\n\n    %s\n\n'
+    '    Args:\n        %s (int): %s\n\n    Returns:\n        str: %s\n\n    """\n'
+)
 
 
 # ---------------------------------------------------------------- task families
@@ -50,7 +56,8 @@ class Family:
 
 
 FUNCTIONS = {  # function -> (parameter, what it does, what the parameter is, what it returns)
-    "Get": ("index", "Read one element of the hidden array.", "Position, from 0.", "Position:element, and how many are left."),
+    "Get": ("index", "Read one element of the hidden array.", "Position, from 0.",
+            "Position:element, and how many are left."),
     "CharAt": ("index", "Read one character of the hidden string.", "Position, from 0.",
                "Position:character, and how many are left."),
     "Next": ("node", "Follow the way out of a node.", "The node to leave.", "From:to, and how many steps are left."),
@@ -67,22 +74,26 @@ def _digits(rng: random.Random, n: int, target: bool = False, times: int | None 
 
 
 def _planted(rng: random.Random, n: int, target, others, times: int | None) -> tuple[list, object]:
+    """n values of `others`, `times` of them replaced by the target; a single one is never among the first two."""
     times = rng.randint(1, n // 2) if times is None else times
     values = [rng.choice([o for o in others if o != target]) for _ in range(n)]
-    for place in rng.sample(range(2 if times == 1 else 0, n), times):  # a single one is never among the first two reads
+    for place in rng.sample(range(2 if times == 1 else 0, n), times):
         values[place] = target
     return values, target
 
 
 def _twin(rng: random.Random, n: int) -> tuple[list, object]:
+    """n digits, all different but for one that stands twice."""
     values = rng.sample(range(10), n - 1)
     values.insert(rng.randrange(n), rng.choice(values))
     return values, None
 
 
 FAMILIES = {
-    "max": Family("Get", "What is the largest element of the array?", lambda v, x, end: max(v) if end else None, _digits),
-    "min": Family("Get", "What is the smallest element of the array?", lambda v, x, end: min(v) if end else None, _digits),
+    "max": Family("Get", "What is the largest element of the array?", lambda v, x, end: max(v) if end else None,
+                  _digits),
+    "min": Family("Get", "What is the smallest element of the array?", lambda v, x, end: min(v) if end else None,
+                  _digits),
     "count": Family("Get", "How many elements of the array equal {}?", lambda v, x, end: v.count(x) if end else None,
                     lambda rng, n: _digits(rng, n, True)),
     "find": Family("Get", "At which position of the array is {}?", lambda v, x, end: v.index(x) if x in v else None,
@@ -106,7 +117,8 @@ def reads(family: str, spec: dict) -> dict[int, str]:
     """Argument -> observation of the family's reading function, in the natural reading order."""
     values = spec["values"]
     places = [spec["target"], *values[:-1]] if family == "walk" else range(len(values))
-    return {place: f"{place}:{value}\n{len(values) - i} left" for i, (place, value) in enumerate(zip(places, values), 1)}
+    left = range(len(values) - 1, -1, -1)
+    return {place: f"{place}:{value}\n{n} left" for place, value, n in zip(places, values, left)}
 
 
 class Env:
@@ -146,12 +158,14 @@ class Env:
         if name not in (function, "Done"):
             return False, f"Error: there is no function {name}"
         parameter = "answer" if name == "Done" else FUNCTIONS[function][0]
-        if parameter not in parameters:  # a TypeError when parameters is a number: the server answers 500, as CodeGym's does
+        if parameter not in parameters:  # a TypeError when parameters is a number: the server answers 500
             return False, f"Error: {name} needs the parameter {parameter}"
         value = parameters[parameter]
         if name == "Done":
             return True, self._grade(value)
-        return (True, self.reads[value]) if value in self.reads else (False, f"Error: {parameter} {value} is out of range")
+        if value not in self.reads:
+            return False, f"Error: {parameter} {value} is out of range"
+        return True, self.reads[value]
 
     def _grade(self, answer) -> str:
         right = str(answer) == str(self.reference_answer())
@@ -249,6 +263,12 @@ class HttpError(Exception):
         self.status = status
 
 
+# What a request may meet instead of a proper answer. "500", "503", "reset before" and "die" leave the server as it was;
+# with the others the request has been carried out. After "die" the worker answers nobody.
+FAULTS = ("500", "503", "reset before", "reset after", "slow", "garbage", "wrong types", "no fields", "huge", "die")
+SLOW = 1.5  # seconds that the answer takes with the fault "slow"
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # header and body are two writes: without this a reply waits 40 ms for an ACK
@@ -266,19 +286,43 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer("POST", urlsplit(self.path).path, body if isinstance(body, dict) else {})
 
     def _answer(self, method: str, path: str, args: dict):
-        try:
-            status, body = 200, self.server.app.handle(method, path, args)
-        except KeyError as error:
-            status, body = 422, {"detail": f"missing field {error}"}
-        except HttpError as error:
-            status, body = error.status, {"detail": str(error)}
+        fault = self.server.faults(type(self.server.app).__name__, method, path)
+        if fault in ("reset before", "die"):
+            return self._break(fault)
+        if fault in ("500", "503"):
+            status, body = int(fault), {"detail": "fault"}
+        else:
+            status, body = self._handled(method, path, args)
+        if fault == "reset after":
+            return self._break(fault)
+        if fault == "slow":
+            time.sleep(SLOW)
+        if status == 200 and fault in ("wrong types", "no fields", "huge"):
+            body = {"wrong types": {name: [body[name]] for name in body}, "no fields": {},
+                    "huge": {name: f"{value}{'x' * 3_000_000}" if name == "observation" else value
+                             for name, value in body.items()}}[fault]
         plain = status == 500 and isinstance(self.server.app, Manager)
-        data = b"Internal Server Error" if plain else json.dumps(body).encode()
+        data = b"Internal Server Error" if plain else b'{"obs' if fault == "garbage" else json.dumps(body).encode()
         self.send_response(status)
         self.send_header("Content-Type", "text/plain" if plain else "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
+
+    def _handled(self, method: str, path: str, args: dict) -> tuple[int, dict]:
+        try:
+            return 200, self.server.app.handle(method, path, args)
+        except KeyError as error:
+            return 422, {"detail": f"missing field {error}"}
+        except HttpError as error:
+            return error.status, {"detail": str(error)}
+
+    def _break(self, fault: str):
+        self.close_connection = True
+        self.connection.shutdown(socket.SHUT_RDWR)
+        if fault == "die":
+            self.server.faults = lambda *request: "reset before"  # until nobody listens any more
+            threading.Thread(target=lambda: (self.server.shutdown(), self.server.server_close())).start()
 
     def log_message(self, *args):
         pass
@@ -288,9 +332,10 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, app, port: int = 0):
-        self.app = app
-        super().__init__(("127.0.0.1", port), _Handler)
+    def __init__(self, app, port: int = 0, faults: Callable[[str, str, str], str | None] = lambda *request: None):
+        self.app, self.faults = app, faults
+        self.address_family = socket.AF_INET6 if ":" in HOST else socket.AF_INET
+        super().__init__((HOST, port), _Handler)
 
     def server_bind(self):  # HTTPServer's own looks the host's name up, which can take seconds without a network
         socketserver.TCPServer.server_bind(self)
@@ -300,9 +345,11 @@ class _Server(ThreadingHTTPServer):
 class Worker:
     """One environment worker: sessions by id. A step that raises changes nothing and is answered with 500."""
 
-    def __init__(self):
+    def __init__(self, log: list | None = None):
         self.sessions: dict[str, Env] = {}
         self.lock = threading.Lock()
+        self.log = [] if log is None else log  # (session, env_str, action) of every step that was applied
+        self.env_strs: dict[str, str] = {}
 
     def handle(self, method: str, path: str, args: dict) -> dict:
         route = getattr(self, f"_{method}_{path[1:]}".lower(), None)
@@ -322,6 +369,7 @@ class Worker:
             if args["env_name"] != "codegym_v1":
                 raise ValueError("No valid environment found.")
             self.sessions[session_id] = Env.from_env_str(args["env_str"])
+            self.env_strs[session_id] = args["env_str"]
         except ValueError as error:
             raise HttpError(500, str(error)) from error
         return {"session_id": session_id, "observation": "successfully start"}
@@ -334,6 +382,7 @@ class Worker:
         except (TypeError, ValueError, RecursionError) as error:
             vars(env).update(before)
             raise HttpError(500, f"Step failed: {error}") from error
+        self.log.append((args["session_id"], self.env_strs[args["session_id"]], args["action"]))
         return {"status": status, "observation": observation}
 
     def _get_is_done(self, args: dict) -> dict:
@@ -380,16 +429,26 @@ class Manager:
 
 
 @contextlib.contextmanager
-def serve(workers: int = 8, port: int = 0) -> Iterator[str]:
-    """Run a manager and its workers on loopback in threads of this process; yields the manager's URL."""
-    servers = [_Server(Worker()) for _ in range(workers)]
-    servers.insert(0, _Server(Manager([s.server_port for s in servers]), port))
+def serve(workers: int = 8, port: int = 0, faults: Callable[[str, str, str], str | None] = lambda *request: None,
+          log: list | None = None, dead: int = 0) -> Iterator[str]:
+    """Run a manager and its workers on loopback in threads of this process; yields the manager's URL.
+
+    faults("Manager" | "Worker", method, path) names the fault (of FAULTS) that a request is to meet, or None. log takes
+    (session, env_str, action) of every applied step. dead: so many workers of the pool are only ports nobody listens on.
+    """
+    servers = [_Server(Worker(log), 0, faults) for _ in range(workers)]
+    gone = [_Server(Worker()) for _ in range(dead)]
+    ports = [server.server_port for server in gone + servers]
+    for server in gone:
+        server.server_close()
+    servers.insert(0, _Server(Manager(ports), port, faults))
+    host = f"[{HOST}]" if ":" in HOST else HOST
     for server in servers:
         threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        yield f"http://127.0.0.1:{servers[0].server_port}"
+        yield f"http://{host}:{servers[0].server_port}"
     finally:
-        stops = [threading.Thread(target=server.shutdown) for server in servers]  # each waits up to 0.5 s: stop all at once
+        stops = [threading.Thread(target=server.shutdown) for server in servers]  # up to 0.5 s each: all at once
         for thread in stops:
             thread.start()
         for thread, server in zip(stops, servers):

@@ -1,4 +1,4 @@
-"""The miniature CodeGym: every task solvable, splits disjoint, and the wire protocol answer by answer over real HTTP."""
+"""The miniature CodeGym: every task solvable, splits disjoint, the wire protocol answer by answer over real HTTP."""
 
 import json
 import subprocess
@@ -56,7 +56,7 @@ def session(url):
 
 @pytest.mark.parametrize("family", minigym.FAMILIES)
 def test_every_task_is_solvable_within_30_turns(family):
-    """Property: the reference solver sees only the prompt's target and observations, needs 4-11 calls and gets reward 1."""
+    """Property: the reference solver sees only target and observations, needs 3-11 calls and gets reward 1."""
     for row in minigym.make_tasks("train", 150, 1, families=(family,)):
         env = minigym.Env.from_env_str(env_str(row))
         calls = minigym.solve(family, json_of(row)["target"], lambda action: env.step(json.dumps(action))[1])
@@ -66,7 +66,7 @@ def test_every_task_is_solvable_within_30_turns(family):
 
 @pytest.mark.parametrize("family", minigym.FAMILIES)
 def test_thousands_of_instances_and_every_read_different(family):
-    """Property: 2,000 distinct instances exist; no two reads of one task are the same step, so reading alone is no loop."""
+    """Property: 2,000 distinct instances exist; no two reads of a task are the same step: reading alone is no loop."""
     rows = minigym.make_tasks("train", 2000, 2, families=(family,))
     assert len({row["ability"] for row in rows}) == 2000
     assert {row["extra_info"]["level"] for row in rows} == {1, 2, 3}
@@ -76,7 +76,7 @@ def test_thousands_of_instances_and_every_read_different(family):
 
 
 def test_splits_never_share_an_instance():
-    """Property: whatever the seeds, train, held-out and held-out-family sets are disjoint; same arguments, same rows."""
+    """Property: whatever the seeds, the three splits are disjoint; same arguments, same rows."""
     train = {row["ability"] for seed in range(3) for row in minigym.make_tasks("train", 500, seed)}
     held_out = {row["ability"] for seed in range(3) for row in minigym.make_tasks("heldout", 500, seed)}
     family = minigym.make_tasks("family", 300, 0)
@@ -99,7 +99,7 @@ def test_rows_have_codegyms_fields_and_hide_the_list():
 
 
 def test_an_episode_over_http(session):
-    """Property: start, reads, Done, reward as on CodeGym's wire; a step after Done still answers and done stays true."""
+    """Property: start, reads, Done, reward as on CodeGym's wire; a step after Done answers and done stays true."""
     assert (session.started.status_code, session.started.json()) == (
         200, {"session_id": "s", "observation": "successfully start"})
     row = minigym.make_tasks("train", 1, 0, families=("count",))[0]
@@ -194,7 +194,8 @@ def test_many_clients_at_once(url):
 
 def test_the_serve_command(tmp_path):
     """Property: `serve` prints its URL first, answers there, and ends with the process."""
-    process = subprocess.Popen([sys.executable, minigym.__file__, "serve", "--workers", "2"], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, minigym.__file__, "serve", "--workers", "2"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         address = process.stdout.readline().strip()
         assert requests.get(f"{address}/get_instance").status_code == 200

@@ -213,6 +213,25 @@ def test_mined_pairs_of_a_trajectory_become_rows(tmp_path):
     assert deloop.ids_hash(row.prompt) == turns[1]["prompt_ids_sha256"]
 
 
+def test_pairs_of_a_foreign_log_become_rows(tmp_path):
+    """An OpenAI log whose messages hold tool calls and no text: each side is what the chat template writes for the
+    call behind the prompt, closed by one end-of-turn token; the prompt is the log up to the loop."""
+    template = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+                "{% for call in m.tool_calls or [] %}<{{ call.function.name }}{{ call.function.arguments }}>{% endfor %}<|im_end|>\n{% endfor %}"
+                "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    tokenizer, messages = tokenizer_of(template=template), chat("task")
+    for number, x in enumerate("aab"):
+        call = {"id": str(number), "type": "function", "function": {"name": "get", "arguments": json.dumps({"x": x})}}
+        messages += [{"role": "assistant", "content": None, "tool_calls": [call]},
+                     {"role": "tool", "tool_call_id": str(number), "content": f"value of {x}"}]
+    (tmp_path / "log.json").write_text(json.dumps(messages))
+    [log] = deloop.read_trajectories(tmp_path / "log.json")
+    [pair] = deloop.mine_pairs(log)
+    row = train.encode_pair(pair, tokenizer, "p")
+    assert [tokenizer.decode(ids) for ids in row.branches] == [f'<get{{"x": "{x}"}}><|im_end|>' for x in "ba"]
+    assert tokenizer.decode(row.prompt).endswith("value of a<|im_end|>\n<|im_start|>assistant\n")
+
+
 def test_end_of_turn_is_the_template_s_and_falls_back_to_eos():
     """Exactly one closing token: the one the template writes, also where eos is another; eos where it writes none."""
     tokenizer = tokenizer_of()
