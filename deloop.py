@@ -20,9 +20,12 @@ To paste into an agent: the section between the first two rules of this file; it
 
     detector, stuck = LoopDetector(), set()                             # interceptor, OpenAI-style messages
     for call in message["tool_calls"]:
-        result = "You know this already. Try something else." if kappa(call) in stuck else run_tool(call)
-        if detector.push(call, result) is not None:
-            stuck.add(kappa(call))                                      # from now on this call is answered, not run
+        if kappa(call) in stuck:                                        # it has looped: answered, not run
+            result = "You know this already. Try something else."
+        elif detector.push(call, result := run_tool(call)) is None:
+            stuck.clear()                                               # something new: the world may have changed
+        else:
+            stuck.add(kappa(call))
         messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
 
     for call in ai_message.tool_calls:                                  # warning, LangChain-style dicts
@@ -77,7 +80,7 @@ def loop_flags(steps: Iterable[tuple[Any, Any]]) -> list[bool]:
 
 
 class LoopDetector:
-    """The same rule online, one push a step. No window, no threshold, no reset; 32 bytes for each distinct step."""
+    """The same rule online, one push a step. No window, no threshold, no reset; a digest for each distinct step."""
     SHORT = 64                                  # characters of a step that is kept as it is: hashing would cost more
 
     def __init__(self) -> None:
@@ -208,6 +211,9 @@ from typing import NamedTuple, TypedDict
 
 RESULTS = ("done", "turn_limit", "context_overflow")    # the statuses that say something about the policy
 ERRORS = ("env_error", "policy_error")                  # the others: run again on resume
+MAY_DIFFER = (          # settings that may change within one file: where, how fast and how much of it was run
+    "server", "tasks", "out", "limit", "batch", "wait", "samples", "shard", "overwrite", "verbose", "dry_run", "api",
+    "api_key_file", "api_key_env", "api_timeout")
 SUMMARY_HEADER = "Summary of the earlier steps:"
 HEAD = 2                                                # messages never dropped: the system prompt and the task
 
@@ -459,15 +465,17 @@ def read_trajectories(path: str | os.PathLike, problems: list[str] | None = None
 
 
 def _documents(path: str | os.PathLike) -> Iterator[tuple[int, Any, str | None]]:
-    """_rows in which messages that stand one a line are one document, the conversation."""
-    chat = []
+    """_rows in which messages that stand one a line are one document, and steps {action, observation} are another."""
+    chat, run = [], []
     for number, document, error in _rows(path):
-        if isinstance(document, dict) and "messages" not in document and ("role" in document or "choices" in document):
+        keys = document.keys() if isinstance(document, dict) else set()
+        if "messages" not in keys and ("role" in keys or "choices" in keys):
             chat.append(document)
+        elif {"action", "observation"} <= keys:
+            run.append(document)
         else:
             yield number, document, error
-    if chat:
-        yield 1, chat, None
+    yield from ((1, whole, None) for whole in (chat, run) if whole)
 
 
 def _recognised(document: Any, name: str) -> list[dict] | None:
@@ -844,8 +852,9 @@ def logs(options: argparse.Namespace) -> Iterator[tuple[str, dict]]:
 
     A file that a person named must be a log; what a folder or a pattern holds besides logs is passed over.
     """
-    count = skipped = 0
+    count = seen = 0
     for path, named in files(options.files):
+        seen += 1
         try:
             for trajectory in read_trajectories(path, options.problems):
                 count += 1
@@ -853,9 +862,8 @@ def logs(options: argparse.Namespace) -> Iterator[tuple[str, dict]]:
         except InputError:
             if named:
                 raise
-            skipped += 1
     if not count:
-        raise InputError(f"{' '.join(options.files)}: no trajectory in {skipped} files")
+        raise InputError(f"{' '.join(options.files)}: no trajectory in {seen} file{'s' * (seen != 1)}")
 
 
 def report(trajectory: Mapping) -> dict:
@@ -883,6 +891,8 @@ def detect(options: argparse.Namespace) -> int:
     reports = [{**report(trajectory), "file": path} for path, trajectory in logs(options)]
     reports.sort(key=lambda each: (_natural(each["task_id"]), each["sample"], each["file"]))
     total = totals(reports)
+    if not any(each["steps"] for each in reports):
+        options.problems.append("no trajectory has a step: are the calls in a dialect that is not read here?")
     if options.json:
         print("\n".join(json.dumps(each) for each in [*reports, {"totals": total}]))
         return 0
@@ -1057,8 +1067,8 @@ def main(argv: list[str]) -> int:
         sub = commands.add_parser(command.__name__, help=command.__doc__, description=command.__doc__)
         sub.add_argument("files", nargs=1 if command is explain else "+", metavar="FILE",
                          help="logs, folders, patterns, or - for standard input; formats are recognised by content")
-        sub.add_argument("--mask", metavar="REGEX", help="every match in an observation counts as equal: not the "
-                         "definition, so the output is labelled [off]")
+        sub.add_argument("--mask", metavar="REGEX", help="every match in an observation counts as equal; not the "
+                         "definition, so the output says MASKED [off]")
         sub.set_defaults(command=command, problems=[])
         if command is detect:
             sub.add_argument("--json", action="store_true", help="one object for each trajectory, then one of totals")

@@ -18,7 +18,6 @@ What the document leaves open, decided here:
 """
 from __future__ import annotations
 
-import argparse
 import csv
 import dataclasses
 import io
@@ -36,12 +35,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import deloop
-from deloop import ERRORS, RESULTS, InputError
+from deloop import ERRORS, MAY_DIFFER, RESULTS, InputError
 
 Z = 1.959963984540054           # the two-sided 95% point of the normal distribution
 WIDTH = 110                     # columns of the terminal the table is laid out for
-# Settings that may change within a run: where it ran, how much of it ran so far (rollout.py's resume allows the same).
-MAY_DIFFER = ("server", "tasks", "out", "limit", "batch", "wait", "samples")
 SEEDED = ("seed", "adapter", "policy", "model")     # settings that may differ between the seeds of one policy
 
 
@@ -340,6 +337,9 @@ METRICS = (
     Metric("compression", "ambiguity", "delta", ambiguity, "times", ""),
     Metric("compression", "ceiling", "ceiling eps/delta", ceiling, "ceiling", ""),
 )
+MAIN = ("loop_rate", "loop_rate_1_5", "loop_rate_6_10", "loop_rate_11_20", "loop_rate_21", "loop_steps", "selectivity",
+        "loop_share", "success", "unfinished", "premature_done", "unparsable", "steps", "tokens", "transcript_tokens",
+        "compacted", "failure_loop", "failure_no_loop")          # what a table shows without --all
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -893,15 +893,16 @@ def draw_lines(picture: Any, runs: Sequence[Mapping], xlabel: str, place: Callab
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="eval.py", allow_abbrev=False, description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = deloop.Parser(prog="eval.py", description=__doc__)
     parser.add_argument("files", nargs="+", metavar="FILE[,FILE...]", help="runs of rollout.py, the first is the base; "
                         "with commas between: the seeds of one policy, counted as one run")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--markdown", action="store_true", help="print a Markdown table [a table for the terminal]")
     form.add_argument("--json", action="store_true", help="print everything, for machines [off]")
     form.add_argument("--csv", action="store_true", help="print one line for each figure [off]")
-    parser.add_argument("--only", metavar="KEY,KEY", help="only these figures, by their keys in --json [all]")
+    parser.add_argument("--all", action="store_true", help="tables of every figure [the main ones; --json and --csv "
+                        "always hold all]")
+    parser.add_argument("--only", metavar="KEY,KEY", help="only these figures, by their keys in --json [none]")
     parser.add_argument("--expect", metavar="JSON", help="exit 1 if a figure is outside the interval that this file "
                         'states, such as {"A.loop_rate": [40, null], "B-A.loop_rate.high": [null, -25]} [none]')
     parser.add_argument("--plot", metavar="DIR", help="also draw pictures into this folder (needs matplotlib) [none]")
@@ -915,8 +916,8 @@ def main(argv: list[str]) -> int:
     columns = [[load(path) for path in argument.split(",")] for argument in options.files]
     result = evaluate(columns, options.draws, options.seed, options.drop_errors)
     failed = unmet(result, options.expect) if options.expect else []
-    if options.only:
-        wanted, known = options.only.split(","), {metric["key"]: metric for metric in result["metrics"]}
+    if options.only or not (options.all or options.json or options.csv):
+        wanted, known = options.only.split(",") if options.only else MAIN, {m["key"]: m for m in result["metrics"]}
         if unknown := [key for key in wanted if key not in known]:
             raise InputError(f"--only: no figure {', '.join(unknown)}; known: {', '.join(known)}")
         result["metrics"] = [known[key] for key in wanted]

@@ -200,7 +200,10 @@ def written(prompt: list[dict], message: dict, render: Callable, tokenizer: Any)
     whole = render([*prompt, message], tokenize=False)
     if not whole.startswith(before):
         raise TypeError("it renders a tool call otherwise than behind the prompt")
-    return whole[len(before):].rpartition(tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer)))[0]
+    text = whole[len(before):].rpartition(tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer)))[0]
+    if not all(call.get("function", call)["name"] in text for call in message["tool_calls"]):
+        raise TypeError("it does not write tool calls; use a model whose template does")
+    return text
 
 
 def encode_text(content: str, tokenizer: Any) -> list[int]:
@@ -363,7 +366,7 @@ def reference_free_loss(pi_plus: Tensor, pi_minus: Tensor, beta: float) -> Tenso
 
 
 def pair_losses(config: Config, pi: Tensor, ref: Tensor, lengths: Tensor, kl: float = 0.0) -> Tensor:
-    """Losses [...] of the configured objective; pi, ref and lengths are [..., 2] with columns chosen, rejected."""
+    """Losses [...] of the configured objective (DEV-14); pi, ref, lengths are [..., 2], columns chosen, rejected."""
     (plus, minus), (n_plus, n_minus), beta = pi.unbind(-1), lengths.unbind(-1), config.beta
     both = (plus, minus, *ref.unbind(-1))
     match config.objective:

@@ -1016,7 +1016,8 @@ def test_the_pasted_section_stands_by_itself(tmp_path):
 
 
 def test_the_examples_of_use_run():
-    """Property: the interceptor, warning and metric of the module docstring, run as they stand, do what they say."""
+    """Property: the interceptor, warning and metric of the module docstring, run as they stand, do what they say: a
+    call that has looped is not run again until some other call returns something new."""
     examples = textwrap.dedent(re.search(r"In the loop:\n\n(.*?)\n\nCommands:", deloop.__doc__, re.S)[1])
     ran, messages = [], []
     def run_tool(call):
@@ -1024,12 +1025,13 @@ def test_the_examples_of_use_run():
         return "the same"
     names = {"LoopDetector": deloop.LoopDetector, "kappa": deloop.kappa, "loop_flags": deloop.loop_flags,
              "run_tool": run_tool,
-             "message": asked(*[(str(n), "look", '{"a": 1}') for n in range(4)]), "messages": messages,
+             "message": asked(*[(str(n), name, "{}") for n, name in enumerate(["look"] * 4 + ["move", "look"])]),
+             "messages": messages,
              "tools": {"find": lambda q: f"no {q}"},
              "ai_message": types.SimpleNamespace(tool_calls=[{"name": "find", "args": {"q": "x"}, "id": str(n)}
                  for n in range(2)]),
              "run": [("a", "1"), ("a", "1")]}
     exec(examples, names)
-    assert len(ran) == 2 and [each["content"] for each in messages] == [
-        *["the same"] * 2, *["You know this already. Try something else."] * 2]
+    assert len(ran) == 4 and [each["content"] for each in messages] == [
+        *["the same"] * 2, *["You know this already. Try something else."] * 2, *["the same"] * 2]
     assert names["result"] == "no x\n(Step 4 made this very call and got this very result.)" and names["rate"] == .5

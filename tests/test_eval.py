@@ -374,11 +374,18 @@ def test_the_order_of_lines_does_not_change_a_byte(runs, form):
 
 
 def test_the_terminal_table_fits_and_names_every_metric(runs):
-    """At most 110 columns for one, two and three runs; every metric stands in it once a block, beside its run."""
-    for count in (1, 2, 3):
-        lines = command(*runs[:count], "--draws", 100).stdout.splitlines()
+    """At most 110 columns for one, two and three runs; with --all every metric stands in it once a block, beside its
+    run, without it the main ones, with --only those named, in their order."""
+    labels = {metric.key: metric.label for metric in METRICS}
+    main = [labels[key] for key in evaluation.MAIN]
+    for count, flags, shown in (*((n, ["--all"], METRICS) for n in (1, 2, 3)), (2, [], main),
+                                (1, ["--only", "steps,loop_rate"], ["steps", "loop rate"])):
+        lines = command(*runs[:count], *flags, "--draws", 100).stdout.splitlines()
         assert max(map(len, lines)) <= 110
-        assert all(any(line.startswith(metric.label) for line in lines) for metric in METRICS)
+        places = [next(n for n, line in enumerate(lines) if line.startswith(getattr(label, "label", label)))
+                  for label in shown]
+        assert places == sorted(places)
+        assert flags or not any(line.startswith("odds: ") for line in lines)
         header = " ".join(line for line in lines if line.startswith("   "))
         assert all(f"{label}-A" in header for label in "BC"[:count - 1]) and "paper" in header
 
@@ -386,7 +393,7 @@ def test_the_terminal_table_fits_and_names_every_metric(runs):
 def test_markdown_json_and_csv_hold_the_same_figures(runs):
     """The Markdown is one well-formed table; its cells, the CSV and the JSON agree with evaluate()."""
     runs, result = [*runs, "--draws", 100], evaluate(columns(*runs), draws=100)
-    lines = [line for line in command(*runs, "--markdown").stdout.splitlines() if line.startswith("|")]
+    lines = [line for line in command(*runs, "--markdown", "--all").stdout.splitlines() if line.startswith("|")]
     assert len(lines) == 2 + len(METRICS) and set(lines[1]) == set("-|")
     assert {line.count("|") for line in lines} == {1 + 1 + 3 + 2 + 1}               # metric, runs, differences, paper
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]

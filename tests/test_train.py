@@ -217,7 +217,8 @@ def test_pairs_of_a_foreign_log_become_rows(tmp_path):
     """An OpenAI log whose messages hold tool calls and no text: each side is what the chat template writes for the
     call behind the prompt, closed by one end-of-turn token; the prompt is the log up to the loop."""
     template = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
-                "{% for call in m.tool_calls or [] %}<{{ call.function.name }}{{ call.function.arguments }}>{% endfor %}<|im_end|>\n{% endfor %}"
+                "{% for c in m.tool_calls or [] %}<{{ c.function.name }}{{ c.function.arguments }}>{% endfor %}"
+                "<|im_end|>\n{% endfor %}"
                 "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
     tokenizer, messages = tokenizer_of(template=template), chat("task")
     for number, x in enumerate("aab"):
