@@ -200,6 +200,7 @@ import glob
 import gzip
 import html
 import io
+import math
 import os
 import random
 import re
@@ -207,7 +208,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple, TypedDict
+from typing import BinaryIO, NamedTuple, TypedDict
 
 RESULTS = ("done", "turn_limit", "context_overflow")    # the statuses that say something about the policy
 ERRORS = ("env_error", "policy_error")                  # the others: run again on resume
@@ -847,13 +848,13 @@ def run(main: Callable[[list[str]], int | None]) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Commands
 
-def logs(options: argparse.Namespace) -> Iterator[tuple[str, dict]]:
-    """(file, trajectory) for every log that a command line names; what cannot be read goes to options.problems.
+def logs(options: argparse.Namespace, names: list[str] | None = None) -> Iterator[tuple[str, dict]]:
+    """(file, trajectory) for every log in names (options.files); what cannot be read goes to options.problems.
 
     A file that a person named must be a log; what a folder or a pattern holds besides logs is passed over.
     """
-    count = seen = 0
-    for path, named in files(options.files):
+    count, seen, names = 0, 0, options.files if names is None else names
+    for path, named in files(names):
         seen += 1
         try:
             for trajectory in read_trajectories(path, options.problems):
@@ -863,7 +864,7 @@ def logs(options: argparse.Namespace) -> Iterator[tuple[str, dict]]:
             if named:
                 raise
     if not count:
-        raise InputError(f"{' '.join(options.files)}: no trajectory in {seen} file{'s' * (seen != 1)}")
+        raise InputError(f"{' '.join(names)}: no trajectory in {seen} file{'s' * (seen != 1)}")
 
 
 def report(trajectory: Mapping) -> dict:
@@ -1020,23 +1021,15 @@ ROWS
 def mine(options: argparse.Namespace) -> int:
     """All pairs of all files into one file, with a count of what became of every loop step."""
     import tempfile                             # here, because nothing else needs it and it is slow to import
+    if not 0 <= options.share <= 1 or (options.share > 0) != bool(options.mix):
+        raise InputError(f"--share {options.share}: a share between 0 and 1 goes with --mix, and --mix with a share")
     reasons: Counter[str] = Counter()
-    places, failed = [], 0
-    with tempfile.TemporaryFile() as spool:     # a pair holds its whole prompt: only the keys are sorted in memory
-        for _, trajectory in logs(options):
-            if trajectory.get("status") in ERRORS:
-                reasons[f"run ended in {trajectory['status']}"] += sum(map(bool, loops(steps(trajectory))))
-                continue
-            for pair in repaired(trajectory, mine_pairs(trajectory, reasons), options.pairing, options.seed):
-                line = json_line({**pair, **({"mask": trajectory["mask"]} if options.mask else {}),
-                                  **({"pairing": options.pairing} if options.pairing != "escape" else {})})
-                failed += pair["success"] is False
-                key = (pair["task_id"], pair["sample"], pair["t"], hashlib.sha256(line).digest())
-                places.append((key, spool.tell(), len(line)))
-                spool.write(line)
+    with tempfile.TemporaryFile() as spool:     # a pair holds its whole prompt: only the keys are kept in memory
+        both = [sorted(mined(options, names, spool, reasons)) for names in (options.files, options.mix)]
+        places = mixed(*both, options.share, options.limit, options.seed)
 
         def ordered() -> Iterator[bytes]:       # the same bytes whatever the order of the files
-            for _, place, length in sorted(places):
+            for _, _, place, length in places:
                 spool.seek(place)
                 yield spool.read(length)
         if options.pairing in ("other", "shuffled"):
@@ -1049,8 +1042,35 @@ def mine(options: argparse.Namespace) -> int:
     print(f"{sum(reasons.values())} loop steps{_label({'mask': options.mask.pattern} if options.mask else {})}")
     for reason, count in sorted(reasons.items(), key=lambda item: (-item[1], item[0])):
         print(f"{count:8}  {reason}")
-    print(f"{len(places)} pairs in {options.out}, {failed} of them from failed tasks")
+    if options.mix:
+        print(f"mixed from {len(both[0])} pairs of FILE and {len(both[1])} of --mix: "
+              f"{len(set(places) & set(both[1]))} of {len(places)} are of --mix")
+    print(f"{len(places)} pairs in {options.out}, {sum(place[1] for place in places)} of them from failed tasks")
     return 0 if places else 1
+
+
+Place = tuple[tuple, bool, int, int]            # of a pair: its sort key, whether its task failed, where its line is
+
+
+def mined(options: argparse.Namespace, names: list[str], spool: BinaryIO, reasons: Counter[str]) -> Iterator[Place]:
+    """Mine the logs of some names; each pair goes as a line into spool, its place is yielded."""
+    for _, trajectory in logs(options, names) if names else ():
+        if trajectory.get("status") in ERRORS:
+            reasons[f"run ended in {trajectory['status']}"] += sum(map(bool, loops(steps(trajectory))))
+            continue
+        for pair in repaired(trajectory, mine_pairs(trajectory, reasons), options.pairing, options.seed):
+            line = json_line({**pair, **({"mask": trajectory["mask"]} if options.mask else {}),
+                              **({"pairing": options.pairing} if options.pairing != "escape" else {})})
+            key = (pair["task_id"], pair["sample"], pair["t"], hashlib.sha256(line).digest())
+            yield key, pair["success"] is False, spool.seek(0, os.SEEK_END), spool.write(line)
+
+
+def mixed(own: list[Place], other: list[Place], share: float, limit: int, seed: int) -> list[Place]:
+    """The pairs that are written, sorted: all, or as many as share and limit allow, a share of them from other."""
+    total = min(len(own) / (1 - share) if share < 1 else math.inf, len(other) / share if share else math.inf,
+                limit or math.inf)
+    draw, foreign = random.Random(f"mix/{seed}"), round(int(total) * share)
+    return sorted(draw.sample(own, int(total) - foreign) + draw.sample(other, foreign))
 
 
 EXAMPLES = """examples:
@@ -1083,7 +1103,11 @@ def main(argv: list[str]) -> int:
                              "same contexts and counts: the chosen side is any later action (random), the first of "
                              "another kappa (first-different), another pair's (other); or both sides are any pair's "
                              "(shuffled) [%(default)s]")
-            sub.add_argument("--seed", type=int, default=0, help="of --pairing random, other, shuffled [%(default)s]")
+            sub.add_argument("--mix", nargs="+", default=[], metavar="FILE", help="logs of another domain [none]")
+            sub.add_argument("--share", type=float, default=0.0, help="share of the pairs that come from --mix; as "
+                             "many pairs as that allows are written (document: .37 is best) [%(default)s]")
+            sub.add_argument("--limit", type=int, default=0, help="most pairs written, by draw; 0: all [%(default)s]")
+            sub.add_argument("--seed", type=int, default=0, help="of every draw [%(default)s]")
     options = parser.parse_args(argv)
     if "command" not in options:
         parser.print_help()

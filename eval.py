@@ -88,6 +88,7 @@ def measure(trajectory: Mapping) -> Episode:
     flags = deloop.loop_flags((step.action, step.observation) for step in run)
     distinct = len({deloop.kappa(step.action) for step in run})
     turns, events = trajectory["turns"], trajectory["compactions"]
+    notes = [turn["note"] for turn in turns if turn.get("note")]        # what a Reflexion-style guard had written
     since = min((event["before_turn"] for event in events), default=len(turns))
     return Episode(
         trajectory["task_id"], trajectory["sample"], trajectory["status"], trajectory["reward"] >= 1,
@@ -96,8 +97,8 @@ def measure(trajectory: Mapping) -> Episode:
         work_c=sum(not flag for flag, step in zip(flags, run) if step.turn >= since),
         loops_c=sum(flag for flag, step in zip(flags, run) if step.turn >= since),
         unparsable=sum(turn["action"] is None for turn in turns),
-        prompt=sum(part["prompt_tokens"] for part in (*turns, *events)),
-        completion=sum(part["completion_tokens"] for part in (*turns, *events)),
+        prompt=sum(part["prompt_tokens"] for part in (*turns, *events, *notes)),
+        completion=sum(part["completion_tokens"] for part in (*turns, *events, *notes)),
         transcript=transcript_tokens(turns, events))
 
 

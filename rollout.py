@@ -101,8 +101,347 @@ class Config:
     dry_run: bool = option("print the first prompt as the model sees it, with token counts, and stop", False)
 
 
-MAY_DIFFER = ("server", "tasks", "out", "limit", "batch", "wait", "samples", "shard", "overwrite", "verbose", "dry_run",
-              "api", "api_key_file", "api_key_env", "api_timeout")      # between a run and its resume
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory. A strategy is a pure function (messages, budget, state) -> (prompt, event). event is None where the view stays
+# as it was, else what context_at needs to rebuild it; with "ask" in it, the model must first write its summary. Each
+# does nothing while the prompt fits the budget or nothing is older than the last messages, so none can act twice on one
+# turn; whole pairs of call and observation go or stay; system and task always stay, byte for byte.
+
+class State(NamedTuple):
+    """What a strategy may look at beside the messages."""
+    event: dict | None                      # the latest event
+    turns: list[dict]
+    keep_last: int
+    count: Callable[[list[dict]], int]      # tokens of a prompt
+    settings: dict
+
+
+def over(messages: list[dict], budget: float, state: State) -> tuple[list[dict], int]:
+    """(the prompt as it stands, the start of the kept tail if something is to be done about what is older, else 0)"""
+    prompt, end = compacted(messages, state.event, state.settings), len(messages) - state.keep_last
+    gone = state.event["dropped"][1] if state.event else HEAD
+    return prompt, end if end > gone and state.count(prompt) > budget else 0
+
+
+def removed(end: int) -> dict:
+    """The event that drops the messages before `end` and says so."""
+    return {"dropped": [HEAD, end], "header": f"[{end - HEAD} earlier messages removed]", "summary": ""}
+
+
+def full(messages: list[dict], budget: float, state: State) -> tuple[list[dict], dict | None]:
+    """The whole conversation, until the model's context is full. (document: full history)"""
+    return compacted(messages, state.event, state.settings), None
+
+
+def truncate(messages: list[dict], budget: float, state: State) -> tuple[list[dict], dict | None]:
+    """Between the task and the last 6 messages: "[k earlier messages removed]". (document: truncation; text: DEV-7)"""
+    prompt, end = over(messages, budget, state)
+    return (compacted(messages, removed(end), state.settings), removed(end)) if end else (prompt, None)
+
+
+def summary(messages: list[dict], budget: float, state: State) -> tuple[list[dict], dict | None]:
+    """Between the task and the last 6 messages: a summary that the same model writes, greedily, from the earlier
+    summary and the messages that now leave. (document: summary)"""
+    prompt, end = over(messages, budget, state)
+    if not end:
+        return prompt, None
+    ask = compacted(messages[:end], state.event, state.settings)
+    ask[-1]["content"] += f"\n\n{state.settings['summary_request']}"   # two user messages in a row break some templates
+    return prompt, {"dropped": [HEAD, end], "header": deloop.SUMMARY_HEADER, "ask": ask}
+
+
+def mask(messages: list[dict], budget: float, state: State) -> tuple[list[dict], dict | None]:
+    """All calls stay; of observations before the last messages only the length. (SWE-agent's last_n_observations)"""
+    prompt, end = over(messages, budget, state)
+    event = {**{"dropped": [HEAD, HEAD], "header": "", "summary": "", **(state.event or {})}, "masked": end}
+    shorter = compacted(messages, event, state.settings) if end else prompt
+    return (prompt, None) if shorter == prompt else (shorter, event)
+
+
+def hybrid(messages: list[dict], budget: float, state: State) -> tuple[list[dict], dict | None]:
+    """mask; if the prompt is still over the budget, summary. (ours, after arXiv 2508.21433)"""
+    masked = mask(messages, budget, state)
+    if state.count(masked[0]) <= budget:
+        return masked
+    summarised = summary(messages, budget, state)
+    return summarised if summarised[1] else masked
+
+
+def ledger(messages: list[dict], budget: float, state: State) -> tuple[list[dict], dict | None]:
+    """Between the task and the last 6 messages: a table written by code, a line for each distinct step with the numbers
+    of all steps that equal it. (document: action ledger; its layout: DEV-7)"""
+    prompt, end = over(messages, budget, state)
+    if not end:
+        return prompt, None
+    rows: dict[str, list] = {}              # signature -> [the line, its step numbers]
+    for number, step in enumerate(deloop.steps({"turns": state.turns}), 1):
+        if state.turns[step.turn]["message"] < end:
+            line = f"{spelled(step.action)} -> {short(step.observation, 200)}"
+            rows.setdefault(deloop.signature(step.action, step.observation), [line]).append(str(number))
+    table = "\n".join(f"{', '.join(row[1:])}: {row[0]}" for row in rows.values())
+    event = {"dropped": [HEAD, end], "header": "Calls made so far (step numbers: call -> result):",
+             "summary": deloop.harmless(table, state.settings)}
+    return compacted(messages, event, state.settings), event
+
+
+def state(messages: list[dict], budget: float, state: State) -> tuple[list[dict], dict | None]:
+    """One state that the model rewrites after every turn, and the last call with its observation. (MEM1, MemAgent)"""
+    return summary(messages, -1, state._replace(keep_last=2))
+
+
+MEMORIES = {each.__name__: each for each in (summary, full, truncate, mask, hybrid, ledger, state)}
+
+
+def spelled(action: Any) -> str:
+    """A call as one short line."""
+    if isinstance(action, str):
+        return short(action, 200)
+    return short(f"{action['name']}({json.dumps(action['parameters'], ensure_ascii=False)})", 200)
+
+
+def short(text: str, width: int) -> str:
+    """text on one line, its middle left out where it is longer than width."""
+    text = " ".join(text.split())
+    return text if len(text) <= width else f"{text[:width * 2 // 3]} ... {text[-width // 4:]}"
+
+
+def remember(key: Any, messages: list[dict], turns: list[dict], compactions: list[dict], policy: Any, config: Config,
+             settings: dict) -> Generator[Request, Completion, list[dict]]:
+    """The prompt messages of the next turn, by the strategy of --memory; whatever it did is added to compactions."""
+    last = compactions[-1] if compactions else None
+    count = functools.partial(tokens, policy) if config.count == "exact" else characters
+    state = State(last, turns, config.keep_last, count, settings)
+    prompt, view = MEMORIES[config.memory](messages, config.budget, state)
+    if view is None:
+        return prompt
+    event = {"before_turn": len(turns), "generation": len(compactions) + 1, "prompt_tokens": 0, "completion_tokens": 0,
+             "finish": None, "tokens_before": count(compacted(messages, last, settings)),
+             **{name: view[name] for name in ("dropped", "header", "summary", "masked") if name in view}}
+    if "ask" in view:
+        reply = yield from write(key, view["ask"], policy, config)
+        text = deloop.harmless(reply.text.strip(), settings) or (last["summary"] if last else "")
+        event |= {"summary": text, "finish": reply.finish, "prompt_tokens": reply.prompt_tokens,
+                  "completion_tokens": reply.completion_tokens}
+        if not text:                        # nothing was written: truncation for this turn (DEV-7)
+            event |= removed(event["dropped"][1])
+    prompt = compacted(messages, event, settings)
+    event["tokens_after"] = count(prompt)
+    compactions.append(event)
+    return prompt
+
+
+def characters(messages: list[dict]) -> int:
+    """The estimate of a prompt's tokens that needs no tokenizer."""
+    return sum(len(message["content"]) for message in messages) // 4
+
+
+def write(key: Any, ask: list[dict], policy: Any, config: Config) -> Generator[Request, Completion, Completion]:
+    """Text that the model writes beside its calls, greedy; empty where the request does not fit its context."""
+    try:
+        return (yield request(policy, key, ask, config.summary_tokens, shrink=True))
+    except ContextOverflow:
+        return Completion("", [], "length", 0.0, 0, 0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Guards: what may be done about loops without training. Off by default; the detector alone never changes an episode.
+
+class Guards:
+    """The interceptor, the note and the temperature of one episode."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.detector = deloop.LoopDetector()
+        self.calls: dict[str, int] = {}         # kappa of every executed call -> its first step
+        self.repeated = False                   # whether the turn before was a loop step, or a call that was held back
+
+    def blocks(self, action: Any) -> Outcome | None:
+        """Instead of executing it: what the agent is told about a call that was executed before."""
+        first = self.calls.get(deloop.kappa(action))
+        if not self.config.intercept or first is None:
+            return None
+        return Outcome(False, None, f"Error: this exact call was already executed as step {first + 1} and was not "
+                                    "executed again. Make another call.")
+
+    def saw(self, action: Any, outcome: Outcome, held: bool) -> None:
+        """Tell the detector what became of a turn."""
+        self.repeated = held
+        if outcome.executed:
+            self.calls.setdefault(deloop.kappa(action), self.detector.count)
+            self.repeated = self.detector.push(action, outcome.observation) is not None
+
+    def temperature(self) -> float:
+        """Of the next reply."""
+        return (self.repeated and self.config.loop_temperature) or self.config.temperature
+
+    def note(self, key: Any, messages: list[dict], event: dict | None, turn: dict, policy: Any,
+             settings: dict) -> Generator[Request, Completion, None]:
+        """After a loop step: what the model makes of it stands behind the observation from now on, and in the turn."""
+        if not (self.config.reflect and self.repeated):
+            return
+        ask = compacted(messages, event, settings)
+        ask[-1]["content"] += f"\n\n{NOTE_REQUEST}"
+        reply = yield from write(key, ask, policy, self.config)
+        text = deloop.harmless(reply.text.strip(), settings)
+        turn["note"] = {"text": text, "prompt_tokens": reply.prompt_tokens,
+                        "completion_tokens": reply.completion_tokens}
+        if text:
+            messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}\n\n{NOTE_HEADER} {text}"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One episode.
+
+class Request(NamedTuple):
+    """What an episode asks of the policy. key names the episode, whose earlier prompts may still be cached."""
+    key: Any
+    messages: list[dict]
+    prompt: list[int] | None            # None: the server renders
+    max_new_tokens: int
+    temperature: float = 0.0
+
+
+class Completion(NamedTuple):
+    """The policy's answer. ids as sampled, with the end-of-turn token iff finish is "stop" (else "length")."""
+    text: str
+    ids: list[int] | None               # None: the server does not tell
+    finish: str
+    seconds: float
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class ContextOverflow(Exception):
+    """The prompt and its reply do not fit the model's context."""
+
+
+class PolicyError(Exception):
+    """The model's server failed for good. The episode is run again on resume."""
+
+
+def quiet(text: str) -> None:
+    """What is done with the account of an episode that nobody watches."""
+
+
+def episode(task: dict, sample: int, env: Any, policy: Any, config: Config, settings: dict,
+            say: Callable[[str], None] = quiet) -> Generator[Request, Completion, dict]:
+    """One rollout: yields a Request whenever the model is needed, takes its Completion, returns the trajectory."""
+    key, guards, cut = (task["task_id"], sample), Guards(config), False
+    messages: list[dict] = []
+    turns: list[dict] = []
+    compactions: list[dict] = []
+    status, reward, failure = "turn_limit", None, None
+    try:
+        messages += env.start(task)
+        say(f"{messages[0]['content']}\n\n{messages[1]['content']}")
+        while len(turns) < config.max_turns:
+            try:
+                context = yield from remember(key, messages, turns, compactions, policy, config, settings)
+                asked = request(policy, key, context, config.max_new_tokens, guards.temperature())
+                reply = yield asked
+            except ContextOverflow:
+                status = "context_overflow"
+                break
+            action, parse, text = env.parse(reply.text, reply.finish)
+            held = guards.blocks(action) if action else None
+            outcome = held or (env.step(action) if action else Outcome(False, None, env.advice(parse)))
+            guards.saw(action, outcome, held is not None)
+            turns.append(record(len(messages), action, parse, outcome, held, asked, reply))
+            messages += [{"role": "assistant", "content": deloop.harmless(text, settings)},
+                         {"role": "user", "content": outcome.detail}]       # the role: DEV-6
+            say(told(turns, messages, compactions))
+            if outcome.executed and env.done():
+                status = "done"
+                break
+            yield from guards.note(key, messages, compactions[-1] if compactions else None, turns[-1], policy, settings)
+        reward = env.reward()
+    except EnvError as error:
+        status, failure = "env_error", str(error)
+    except PolicyError as error:
+        status, failure = "policy_error", str(error)
+    except Exception:                   # a fault of ours or of the tokenizer: told, and the other episodes go on
+        status, failure = "policy_error", traceback.format_exc()
+    finally:
+        env.close()
+    return {"format": "deloop-trajectory/1", "task_id": task["task_id"], "sample": sample, "seed": config.seed,
+            "env": env.kind, "policy": policy.name, "config": settings, "status": status, "reward": reward,
+            "error": failure, "messages": messages, "turns": turns, "compactions": compactions}
+
+
+def record(message: int, action: Any, parse: str, outcome: Outcome, held: Outcome | None, asked: Request,
+           reply: Completion) -> dict:
+    """A turn as the trajectory keeps it. guard: the call was proposed and held back; it is no step."""
+    return {"message": message, "action": action, "executed": outcome.executed, "observation": outcome.observation,
+            "parse": parse, "finish": reply.finish, "prompt_tokens": reply.prompt_tokens,
+            "completion_tokens": reply.completion_tokens, "completion_ids": reply.ids,
+            "prompt_sha256": deloop.prompt_hash(asked.messages),
+            "prompt_ids_sha256": None if asked.prompt is None else deloop.ids_hash(asked.prompt),
+            "seconds": round(reply.seconds, 3),
+            **({"guard": "intercepted"} if held else {}),
+            **({"temperature": asked.temperature} if asked.temperature else {})}
+
+
+def told(turns: list[dict], messages: list[dict], compactions: list[dict]) -> str:
+    """The newest turn in plain text, for --verbose."""
+    turn, lines = turns[-1], []
+    if compactions and compactions[-1]["before_turn"] == len(turns) - 1:
+        event = compactions[-1]
+        lines.append(f"-- memory: {event['tokens_before']} -> {event['tokens_after']} tokens, without messages "
+                     f"{event['dropped']}, masked before {event.get('masked', 0)}")
+        lines += [event["header"], event["summary"]]
+    lines.append(f"-- turn {len(turns)}: prompt {turn['prompt_tokens']} tokens, reply {turn['completion_tokens']}, "
+                 f"{turn['parse']}, {turn['finish']}\n{messages[-2]['content']}\n-> {messages[-1]['content']}")
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the model wrote.
+
+BEGIN, END = "<|FunctionCallBegin|>", "<|FunctionCallEnd|>"
+FORM = f'{BEGIN}[{{"name": "function_name", "parameters": {{"key": "value"}}}}]{END}'
+ADVICE = {      # what the agent reads after a reply that holds no call to execute; keyed by its parse status
+    "no_call": "Error: no function call found. Call exactly one function, written as {}",
+    "cut": "Error: your reply reached the token limit before the call was complete. Be brief and call one function.",
+    "bad_json": "Error: the function call is not valid JSON. Write it as {}",
+    "no_name": "Error: the function call has no name. Write it as {}",
+    "bad_parameters": "Error: parameters must be an object. Write the call as {}",
+}
+
+
+def parse_call(text: str, finish: str) -> tuple[dict | None, str, str]:
+    """(action or None, parse status, the part of the text that stays in the conversation).
+
+    ok: exactly one call, at the end. extra: more after the first call; the first is run and the rest is cut off.
+    unclosed: a complete call without its end marker. The others are the keys of ADVICE: nothing is executed.
+    """
+    start = text.find(BEGIN)
+    if start < 0:
+        return None, "cut" if finish == "length" else "no_call", text
+    begin = re.compile(r"\s*\[?\s*").match(text, start + len(BEGIN)).end()
+    try:
+        call, end = json.JSONDecoder().raw_decode(text, begin)
+        json.dumps(call, ensure_ascii=False).encode()       # too deep, or half a surrogate pair: it could not be sent
+    except (ValueError, RecursionError):
+        return None, "cut" if finish == "length" and END not in text[begin:] else "bad_json", text
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
+        return None, "no_name", text
+    parameters = call.get("parameters", call.get("arguments"))
+    if not isinstance(parameters, dict) and parameters not in (None, ""):
+        return None, "bad_parameters", text
+    action, tail = {"name": call["name"], "parameters": parameters or {}}, re.sub(r"^\s*\]?\s*", "", text[end:])
+    if tail.rstrip() == END:
+        return action, "ok", text
+    return (action, "extra", text[:end] + "]" + END) if tail.strip() else (action, "unclosed", text)
+
+
+def parse_text(text: str, finish: str) -> tuple[str | None, str, str]:
+    """parse_call for environments whose actions are text: the line after the first "Action:" is the action."""
+    found = re.search(r"Action:\s*(\S[^\n]*)", text)
+    if not found:
+        return None, "cut" if finish == "length" else "no_call", text
+    if text[found.end():].strip():
+        return found[1].strip(), "extra", text[:found.end()]
+    return (None, "cut", text) if finish == "length" else (found[1].strip(), "ok", text)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -418,349 +757,6 @@ class AgentGym:
     @staticmethod
     def advice(status: str) -> str:
         return ADVICE[status].format(TEXT_FORM)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What the model wrote.
-
-BEGIN, END = "<|FunctionCallBegin|>", "<|FunctionCallEnd|>"
-FORM = f'{BEGIN}[{{"name": "function_name", "parameters": {{"key": "value"}}}}]{END}'
-ADVICE = {      # what the agent reads after a reply that holds no call to execute; keyed by its parse status
-    "no_call": "Error: no function call found. Call exactly one function, written as {}",
-    "cut": "Error: your reply reached the token limit before the call was complete. Be brief and call one function.",
-    "bad_json": "Error: the function call is not valid JSON. Write it as {}",
-    "no_name": "Error: the function call has no name. Write it as {}",
-    "bad_parameters": "Error: parameters must be an object. Write the call as {}",
-}
-
-
-def parse_call(text: str, finish: str) -> tuple[dict | None, str, str]:
-    """(action or None, parse status, the part of the text that stays in the conversation).
-
-    ok: exactly one call, at the end. extra: more after the first call; the first is run and the rest is cut off.
-    unclosed: a complete call without its end marker. The others are the keys of ADVICE: nothing is executed.
-    """
-    start = text.find(BEGIN)
-    if start < 0:
-        return None, "cut" if finish == "length" else "no_call", text
-    begin = re.compile(r"\s*\[?\s*").match(text, start + len(BEGIN)).end()
-    try:
-        call, end = json.JSONDecoder().raw_decode(text, begin)
-        json.dumps(call, ensure_ascii=False).encode()       # too deep, or half a surrogate pair: it could not be sent
-    except (ValueError, RecursionError):
-        return None, "cut" if finish == "length" and END not in text[begin:] else "bad_json", text
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
-        return None, "no_name", text
-    parameters = call.get("parameters", call.get("arguments"))
-    if not isinstance(parameters, dict) and parameters not in (None, ""):
-        return None, "bad_parameters", text
-    action, tail = {"name": call["name"], "parameters": parameters or {}}, re.sub(r"^\s*\]?\s*", "", text[end:])
-    if tail.rstrip() == END:
-        return action, "ok", text
-    return (action, "extra", text[:end] + "]" + END) if tail.strip() else (action, "unclosed", text)
-
-
-def parse_text(text: str, finish: str) -> tuple[str | None, str, str]:
-    """parse_call for environments whose actions are text: the line after the first "Action:" is the action."""
-    found = re.search(r"Action:\s*(\S[^\n]*)", text)
-    if not found:
-        return None, "cut" if finish == "length" else "no_call", text
-    if text[found.end():].strip():
-        return found[1].strip(), "extra", text[:found.end()]
-    return (None, "cut", text) if finish == "length" else (found[1].strip(), "ok", text)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory. A strategy is a pure function (messages, budget, state) -> (prompt, event). event is None where the view stays
-# as it was, else what context_at needs to rebuild it; with "ask" in it, the model must first write its summary. Each
-# does nothing while the prompt fits the budget or nothing is older than the last messages, so none can act twice on one
-# turn; whole pairs of call and observation go or stay; system and task always stay, byte for byte.
-
-class State(NamedTuple):
-    """What a strategy may look at beside the messages."""
-    event: dict | None                      # the latest event
-    turns: list[dict]
-    keep_last: int
-    count: Callable[[list[dict]], int]      # tokens of a prompt
-    settings: dict
-
-
-def over(messages: list[dict], budget: float, state: State) -> tuple[list[dict], int]:
-    """(the prompt as it stands, the start of the kept tail if something is to be done about what is older, else 0)"""
-    prompt, end = compacted(messages, state.event, state.settings), len(messages) - state.keep_last
-    gone = state.event["dropped"][1] if state.event else HEAD
-    return prompt, end if end > gone and state.count(prompt) > budget else 0
-
-
-def removed(end: int) -> dict:
-    """The event that drops the messages before `end` and says so."""
-    return {"dropped": [HEAD, end], "header": f"[{end - HEAD} earlier messages removed]", "summary": ""}
-
-
-def full(messages: list[dict], budget: float, state: State) -> tuple[list[dict], dict | None]:
-    """The whole conversation, until the model's context is full. (document: full history)"""
-    return compacted(messages, state.event, state.settings), None
-
-
-def truncate(messages: list[dict], budget: float, state: State) -> tuple[list[dict], dict | None]:
-    """Between the task and the last 6 messages: "[k earlier messages removed]". (document: truncation; text: DEV-7)"""
-    prompt, end = over(messages, budget, state)
-    return (compacted(messages, removed(end), state.settings), removed(end)) if end else (prompt, None)
-
-
-def summary(messages: list[dict], budget: float, state: State) -> tuple[list[dict], dict | None]:
-    """Between the task and the last 6 messages: a summary that the same model writes, greedily, from the earlier
-    summary and the messages that now leave. (document: summary)"""
-    prompt, end = over(messages, budget, state)
-    if not end:
-        return prompt, None
-    ask = compacted(messages[:end], state.event, state.settings)
-    ask[-1]["content"] += f"\n\n{state.settings['summary_request']}"   # two user messages in a row break some templates
-    return prompt, {"dropped": [HEAD, end], "header": deloop.SUMMARY_HEADER, "ask": ask}
-
-
-def mask(messages: list[dict], budget: float, state: State) -> tuple[list[dict], dict | None]:
-    """All calls stay; of observations older than the last 3 only the length. (SWE-agent's last_n_observations)"""
-    prompt, end = over(messages, budget, state)
-    event = {**{"dropped": [HEAD, HEAD], "header": "", "summary": "", **(state.event or {})}, "masked": end}
-    shorter = compacted(messages, event, state.settings) if end else prompt
-    return (prompt, None) if shorter == prompt else (shorter, event)
-
-
-def hybrid(messages: list[dict], budget: float, state: State) -> tuple[list[dict], dict | None]:
-    """mask; if the prompt is still over the budget, summary. (ours, after arXiv 2508.21433)"""
-    masked = mask(messages, budget, state)
-    if state.count(masked[0]) <= budget:
-        return masked
-    summarised = summary(messages, budget, state)
-    return summarised if summarised[1] else masked
-
-
-def ledger(messages: list[dict], budget: float, state: State) -> tuple[list[dict], dict | None]:
-    """Between the task and the last 6 messages: a table written by code, a line for each distinct step with the numbers
-    of all steps that equal it. (document: action ledger; its layout: DEV-7)"""
-    prompt, end = over(messages, budget, state)
-    if not end:
-        return prompt, None
-    rows: dict[str, list] = {}              # signature -> [the line, its step numbers]
-    for number, step in enumerate(deloop.steps({"turns": state.turns}), 1):
-        if state.turns[step.turn]["message"] < end:
-            line = f"{spelled(step.action)} -> {short(step.observation, 200)}"
-            rows.setdefault(deloop.signature(step.action, step.observation), [line]).append(str(number))
-    table = "\n".join(f"{', '.join(row[1:])}: {row[0]}" for row in rows.values())
-    event = {"dropped": [HEAD, end], "header": "Calls made so far (step numbers: call -> result):",
-             "summary": deloop.harmless(table, state.settings)}
-    return compacted(messages, event, state.settings), event
-
-
-def state(messages: list[dict], budget: float, state: State) -> tuple[list[dict], dict | None]:
-    """One state that the model rewrites after every turn, and the last call with its observation. (MEM1, MemAgent)"""
-    return summary(messages, -1, state._replace(keep_last=2))
-
-
-MEMORIES = {each.__name__: each for each in (summary, full, truncate, mask, hybrid, ledger, state)}
-
-
-def spelled(action: Any) -> str:
-    """A call as one short line."""
-    if isinstance(action, str):
-        return short(action, 200)
-    return short(f"{action['name']}({json.dumps(action['parameters'], ensure_ascii=False)})", 200)
-
-
-def short(text: str, width: int) -> str:
-    """text on one line, its middle left out where it is longer than width."""
-    text = " ".join(text.split())
-    return text if len(text) <= width else f"{text[:width * 2 // 3]} ... {text[-width // 4:]}"
-
-
-def remember(key: Any, messages: list[dict], turns: list[dict], compactions: list[dict], policy: Any, config: Config,
-             settings: dict) -> Generator[Request, Completion, list[dict]]:
-    """The prompt messages of the next turn, by the strategy of --memory; whatever it did is added to compactions."""
-    last = compactions[-1] if compactions else None
-    count = functools.partial(tokens, policy) if config.count == "exact" else characters
-    state = State(last, turns, config.keep_last, count, settings)
-    prompt, view = MEMORIES[config.memory](messages, config.budget, state)
-    if view is None:
-        return prompt
-    event = {"before_turn": len(turns), "generation": len(compactions) + 1, "prompt_tokens": 0, "completion_tokens": 0,
-             "finish": None, "tokens_before": count(compacted(messages, last, settings)),
-             **{name: view[name] for name in ("dropped", "header", "summary", "masked") if name in view}}
-    if "ask" in view:
-        reply = yield from write(key, view["ask"], policy, config)
-        text = deloop.harmless(reply.text.strip(), settings) or (last["summary"] if last else "")
-        event |= {"summary": text, "finish": reply.finish, "prompt_tokens": reply.prompt_tokens,
-                  "completion_tokens": reply.completion_tokens}
-        if not text:                        # nothing was written: truncation for this turn (DEV-7)
-            event |= removed(event["dropped"][1])
-    prompt = compacted(messages, event, settings)
-    event["tokens_after"] = count(prompt)
-    compactions.append(event)
-    return prompt
-
-
-def characters(messages: list[dict]) -> int:
-    """The estimate of a prompt's tokens that needs no tokenizer."""
-    return sum(len(message["content"]) for message in messages) // 4
-
-
-def write(key: Any, ask: list[dict], policy: Any, config: Config) -> Generator[Request, Completion, Completion]:
-    """Text that the model writes beside its calls, greedy; empty where the request does not fit its context."""
-    try:
-        return (yield request(policy, key, ask, config.summary_tokens, shrink=True))
-    except ContextOverflow:
-        return Completion("", [], "length", 0.0, 0, 0)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Guards: what may be done about loops without training. Off by default; the detector alone never changes an episode.
-
-class Guards:
-    """The interceptor, the note and the temperature of one episode."""
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.detector = deloop.LoopDetector()
-        self.calls: dict[str, int] = {}         # kappa of every executed call -> its first step
-        self.repeated = False                   # whether the turn before was a loop step, or a call that was held back
-
-    def blocks(self, action: Any) -> Outcome | None:
-        """Instead of executing it: what the agent is told about a call that was executed before."""
-        first = self.calls.get(deloop.kappa(action))
-        if not self.config.intercept or first is None:
-            return None
-        return Outcome(False, None, f"Error: this exact call was already executed as step {first + 1} and was not "
-                                    "executed again. Make another call.")
-
-    def saw(self, action: Any, outcome: Outcome, held: bool) -> None:
-        """Tell the detector what became of a turn."""
-        self.repeated = held
-        if outcome.executed:
-            self.calls.setdefault(deloop.kappa(action), self.detector.count)
-            self.repeated = self.detector.push(action, outcome.observation) is not None
-
-    def temperature(self) -> float:
-        """Of the next reply."""
-        return (self.repeated and self.config.loop_temperature) or self.config.temperature
-
-    def note(self, key: Any, messages: list[dict], event: dict | None, turn: dict, policy: Any,
-             settings: dict) -> Generator[Request, Completion, None]:
-        """After a loop step: what the model makes of it stands behind the observation from now on, and in the turn."""
-        if not (self.config.reflect and self.repeated):
-            return
-        ask = compacted(messages, event, settings)
-        ask[-1]["content"] += f"\n\n{NOTE_REQUEST}"
-        reply = yield from write(key, ask, policy, self.config)
-        text = deloop.harmless(reply.text.strip(), settings)
-        turn["note"] = {"text": text, "prompt_tokens": reply.prompt_tokens,
-                        "completion_tokens": reply.completion_tokens}
-        if text:
-            messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}\n\n{NOTE_HEADER} {text}"}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# One episode.
-
-class Request(NamedTuple):
-    """What an episode asks of the policy. key names the episode, whose earlier prompts may still be cached."""
-    key: Any
-    messages: list[dict]
-    prompt: list[int] | None            # None: the server renders
-    max_new_tokens: int
-    temperature: float = 0.0
-
-
-class Completion(NamedTuple):
-    """The policy's answer. ids as sampled, with the end-of-turn token iff finish is "stop" (else "length")."""
-    text: str
-    ids: list[int] | None               # None: the server does not tell
-    finish: str
-    seconds: float
-    prompt_tokens: int
-    completion_tokens: int
-
-
-class ContextOverflow(Exception):
-    """The prompt and its reply do not fit the model's context."""
-
-
-class PolicyError(Exception):
-    """The model's server failed for good. The episode is run again on resume."""
-
-
-def quiet(text: str) -> None:
-    """What is done with the account of an episode that nobody watches."""
-
-
-def episode(task: dict, sample: int, env: Any, policy: Any, config: Config, settings: dict,
-            say: Callable[[str], None] = quiet) -> Generator[Request, Completion, dict]:
-    """One rollout: yields a Request whenever the model is needed, takes its Completion, returns the trajectory."""
-    key, guards, cut = (task["task_id"], sample), Guards(config), False
-    messages: list[dict] = []
-    turns: list[dict] = []
-    compactions: list[dict] = []
-    status, reward, failure = "turn_limit", None, None
-    try:
-        messages += env.start(task)
-        say(f"{messages[0]['content']}\n\n{messages[1]['content']}")
-        while len(turns) < config.max_turns:
-            try:
-                context = yield from remember(key, messages, turns, compactions, policy, config, settings)
-                asked = request(policy, key, context, config.max_new_tokens, guards.temperature())
-                reply = yield asked
-            except ContextOverflow:
-                status = "context_overflow"
-                break
-            action, parse, text = env.parse(reply.text, reply.finish)
-            held = guards.blocks(action) if action else None
-            outcome = held or (env.step(action) if action else Outcome(False, None, env.advice(parse)))
-            guards.saw(action, outcome, held is not None)
-            turns.append(record(len(messages), action, parse, outcome, held, asked, reply))
-            messages += [{"role": "assistant", "content": deloop.harmless(text, settings)},
-                         {"role": "user", "content": outcome.detail}]       # the role: DEV-6
-            say(told(turns, messages, compactions))
-            if outcome.executed and env.done():
-                status = "done"
-                break
-            yield from guards.note(key, messages, compactions[-1] if compactions else None, turns[-1], policy, settings)
-        reward = env.reward()
-    except EnvError as error:
-        status, failure = "env_error", str(error)
-    except PolicyError as error:
-        status, failure = "policy_error", str(error)
-    except Exception:                   # a fault of ours or of the tokenizer: told, and the other episodes go on
-        status, failure = "policy_error", traceback.format_exc()
-    finally:
-        env.close()
-    return {"format": "deloop-trajectory/1", "task_id": task["task_id"], "sample": sample, "seed": config.seed,
-            "env": env.kind, "policy": policy.name, "config": settings, "status": status, "reward": reward,
-            "error": failure, "messages": messages, "turns": turns, "compactions": compactions}
-
-
-def record(message: int, action: Any, parse: str, outcome: Outcome, held: Outcome | None, asked: Request,
-           reply: Completion) -> dict:
-    """A turn as the trajectory keeps it. guard: the call was proposed and held back; it is no step."""
-    return {"message": message, "action": action, "executed": outcome.executed, "observation": outcome.observation,
-            "parse": parse, "finish": reply.finish, "prompt_tokens": reply.prompt_tokens,
-            "completion_tokens": reply.completion_tokens, "completion_ids": reply.ids,
-            "prompt_sha256": deloop.prompt_hash(asked.messages),
-            "prompt_ids_sha256": None if asked.prompt is None else deloop.ids_hash(asked.prompt),
-            "seconds": round(reply.seconds, 3),
-            **({"guard": "intercepted"} if held else {}),
-            **({"temperature": asked.temperature} if asked.temperature else {})}
-
-
-def told(turns: list[dict], messages: list[dict], compactions: list[dict]) -> str:
-    """The newest turn in plain text, for --verbose."""
-    turn, lines = turns[-1], []
-    if compactions and compactions[-1]["before_turn"] == len(turns) - 1:
-        event = compactions[-1]
-        lines.append(f"-- memory: {event['tokens_before']} -> {event['tokens_after']} tokens, without messages "
-                     f"{event['dropped']}, masked before {event.get('masked', 0)}")
-        lines += [event["header"], event["summary"]]
-    lines.append(f"-- turn {len(turns)}: prompt {turn['prompt_tokens']} tokens, reply {turn['completion_tokens']}, "
-                 f"{turn['parse']}, {turn['finish']}\n{messages[-2]['content']}\n-> {messages[-1]['content']}")
-    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1212,7 +1208,7 @@ def whole(line: str, out: str) -> dict | None:
 def same_settings(out: str, stored: dict, settings: dict) -> None:
     """Refuse to mix episodes of different settings. A setting that the file does not know had its default."""
     default = {each.name: each.default for each in dataclasses.fields(Config)}
-    differ = sorted(key for key in settings.keys() | stored.keys() if key not in MAY_DIFFER
+    differ = sorted(key for key in settings.keys() | stored.keys() if key not in deloop.MAY_DIFFER
                     and settings.get(key, default.get(key)) != stored.get(key, default.get(key)))
     if differ:
         raise InputError(f"{out} was written with other settings of {', '.join(differ)}: "
@@ -1316,6 +1312,8 @@ def wait_for(pool: ThreadPoolExecutor, crew: Crew, config: Config, busy: bool) -
     while isinstance(env := pool.submit(crew.open).result(), str):
         if busy:
             return None
+        if pause == 0.5:
+            print(f"waiting up to {config.wait:.0f} s for an environment: {env}", flush=True)
         if time.monotonic() - began > config.wait:
             raise InputError(f"no environment in {config.wait:.0f} s ({env}): is the server at --server up?")
         time.sleep(pause)
@@ -1424,6 +1422,7 @@ def main(argv: list[str]) -> int:
     check(config)
     if config.dry_run:
         return dry_run(config)
+    Path(config.out).parent.mkdir(parents=True, exist_ok=True)
     policy = ApiPolicy(config) if config.api else LocalPolicy(config)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # a polite kill releases the instances too
     signal.signal(signal.SIGINT, interrupted)

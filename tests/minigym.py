@@ -434,7 +434,7 @@ def serve(workers: int = 8, port: int = 0, faults: Callable[[str, str, str], str
     """Run a manager and its workers on loopback in threads of this process; yields the manager's URL.
 
     faults("Manager" | "Worker", method, path) names the fault (of FAULTS) that a request is to meet, or None. log takes
-    (session, env_str, action) of every applied step. dead: so many workers of the pool are only ports nobody listens on.
+    (session, env_str, action) of every applied step. dead: so many workers of the pool are ports nobody listens on.
     """
     servers = [_Server(Worker(log), 0, faults) for _ in range(workers)]
     gone = [_Server(Worker()) for _ in range(dead)]

@@ -1035,3 +1035,28 @@ def test_the_examples_of_use_run():
     assert len(ran) == 4 and [each["content"] for each in messages] == [
         *["the same"] * 2, *["You know this already. Try something else."] * 2, *["the same"] * 2]
     assert names["result"] == "no x\n(Step 4 made this very call and got this very result.)" and names["rate"] == .5
+
+
+@pytest.mark.parametrize("share, limit, from_mix, total", [
+    (0.0, 0, 0, 6), (0.0, 4, 0, 4), (0.25, 0, 2, 8), (0.5, 0, 4, 8), (0.5, 4, 2, 4), (1.0, 0, 4, 4), (1.0, 3, 3, 3)])
+def test_mine_mixes_domains_by_share_and_seed(tmp_path, share, limit, from_mix, total):
+    """Closed form: of 6 pairs of one domain and 4 of another, as many as share and limit allow; the same bytes whatever
+    the order of the files; another draw with another seed wherever there is something to draw."""
+    for domain, count in (("own", 6), ("mix", 4)):
+        for n in range(count):
+            call = [{"name": "look", "parameters": {"n": n}}, {"name": "move", "parameters": {}}]
+            run = [{"action": json.dumps(call[k]), "observation": f"{domain} {k}"} for k in (0, 0, 1)]
+            (tmp_path / f"{domain}{n}.traj").write_text(json.dumps({"trajectory": run, "task_id": f"{domain}-{n}"}))
+    own, mix = ([str(path) for path in sorted(tmp_path.glob(f"{domain}*"))] for domain in ("own", "mix"))
+
+    def mine(own, mix, seed=0):
+        flags = ["--mix", *mix, "--share", str(share)] if share else []
+        assert deloop.main(["mine", *own, *flags, "--limit", str(limit), "--seed", str(seed),
+                            "--out", str(tmp_path / "pairs")]) == 0
+        return (tmp_path / "pairs").read_text()
+    text = mine(own, mix)
+    tasks = [json.loads(line)["task_id"] for line in text.splitlines()]
+    assert (len(tasks), sum(task.startswith("mix") for task in tasks)) == (total, from_mix)
+    assert tasks == sorted(set(tasks)) and text == mine(own[::-1], mix[::-1])
+    if total < 10 and (from_mix < 4 and from_mix or total - from_mix < 6 and total > from_mix):
+        assert len({mine(own, mix, seed) for seed in range(8)}) > 1

@@ -28,7 +28,7 @@ def test_every_file_named_exists():
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_flag_named_exists(script):
     """Every flag the README gives a script, in a command or as `script --flag`, stands in that script's --help."""
-    commands = re.findall(rf"{script}((?: [^\n|`#]*)?)", README)
+    commands = re.findall(rf"(?<!\w){script}((?: [^\n|`#]*)?)", README)
     flags = {flag for command in commands for flag in re.findall(r"(?<!\S)--[a-z][a-z-]*", command)}
     helps = "".join(output(script, *sub, "--help") for sub in
                     ([["detect"], ["explain"], ["mine"]] if script == "deloop.py" else [[]]))
