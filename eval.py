@@ -894,6 +894,7 @@ def draw_lines(picture: Any, runs: Sequence[Mapping], xlabel: str, place: Callab
 
 
 def main(argv: list[str]) -> int:
+    """The command line; returns the exit code: 1 if a figure of --expect is not met."""
     parser = deloop.Parser(prog="eval.py", description=__doc__)
     parser.add_argument("files", nargs="+", metavar="FILE[,FILE...]", help="runs of rollout.py, the first is the base; "
                         "with commas between: the seeds of one policy, counted as one run")

@@ -1417,6 +1417,7 @@ def interrupted(*_: Any) -> None:
 
 
 def main(argv: list[str]) -> int:
+    """The command line; returns the exit code: 1 if episodes ended in an error, 130 after Ctrl-C."""
     memories = "\n".join(f"  {name:9} {' '.join(each.__doc__.split())}" for name, each in MEMORIES.items())
     config = deloop.config_from_args(Config, argv, f"{__doc__}{memories}")
     check(config)
