@@ -217,6 +217,7 @@ MAY_DIFFER = (          # settings that may change within one file: where, how f
     "api_key_file", "api_key_env", "api_timeout")
 SUMMARY_HEADER = "Summary of the earlier steps:"
 HEAD = 2                                                # messages never dropped: the system prompt and the task
+Z = 1.959963984540054                                   # the two-sided 95% point of the normal distribution
 
 
 class Step(NamedTuple):
@@ -865,6 +866,13 @@ def logs(options: argparse.Namespace, names: list[str] | None = None) -> Iterato
                 raise
     if not count:
         raise InputError(f"{' '.join(names)}: no trajectory in {seen} file{'s' * (seen != 1)}")
+
+
+def wilson(k: int, n: int) -> tuple[float, float]:
+    """Wilson's 95% interval for a share k / n, n > 0: (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)."""
+    p, z2 = k / n, Z * Z / n
+    centre, half = p + z2 / 2, Z * math.sqrt(p * (1 - p) / n + z2 / (4 * n))
+    return (0.0 if k == 0 else (centre - half) / (1 + z2)), (1.0 if k == n else (centre + half) / (1 + z2))
 
 
 def report(trajectory: Mapping) -> dict:

@@ -35,9 +35,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import deloop
-from deloop import ERRORS, MAY_DIFFER, RESULTS, InputError
+from deloop import ERRORS, MAY_DIFFER, RESULTS, Z, InputError, wilson
 
-Z = 1.959963984540054           # the two-sided 95% point of the normal distribution
 WIDTH = 110                     # columns of the terminal the table is laid out for
 SEEDED = ("seed", "adapter", "policy", "model")     # settings that may differ between the seeds of one policy
 
@@ -370,13 +369,6 @@ def compare(kind: str, a: float | None, b: float | None) -> float | None:
     if kind == "times":
         return b / a if a else None
     return b - a
-
-
-def wilson(k: int, n: int) -> tuple[float, float]:
-    """Wilson's 95% interval for a share k / n, n > 0: (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)."""
-    p, z2 = k / n, Z * Z / n
-    centre, half = p + z2 / 2, Z * math.sqrt(p * (1 - p) / n + z2 / (4 * n))
-    return (0.0 if k == 0 else (centre - half) / (1 + z2)), (1.0 if k == n else (centre + half) / (1 + z2))
 
 
 def woolf(cells: Sequence[int]) -> tuple[float, float]:

@@ -19,7 +19,6 @@ import hashlib
 import inspect
 import itertools
 import json
-import math
 import os
 import re
 import shlex
@@ -31,7 +30,7 @@ import traceback
 import uuid
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -326,7 +325,7 @@ def quiet(text: str) -> None:
 def episode(task: dict, sample: int, env: Any, policy: Any, config: Config, settings: dict,
             say: Callable[[str], None] = quiet) -> Generator[Request, Completion, dict]:
     """One rollout: yields a Request whenever the model is needed, takes its Completion, returns the trajectory."""
-    key, guards, cut = (task["task_id"], sample), Guards(config), False
+    key, guards = (task["task_id"], sample), Guards(config)
     messages: list[dict] = []
     turns: list[dict] = []
     compactions: list[dict] = []
@@ -1344,7 +1343,7 @@ class Progress:
     def line(self) -> None:
         self.last, self.told = time.monotonic(), True
         seconds, n = self.last - self.began, self.results or 1
-        left, (low, high) = (self.total - self.done) * seconds / self.done, wilson(self.looping, n)
+        left, (low, high) = (self.total - self.done) * seconds / self.done, deloop.wilson(self.looping, n)
         print(f"{self.done}/{self.total} episodes, {self.done / seconds * 60:.1f}/min, "
               f"{self.tokens / seconds:.0f} tokens/s, {left:.0f} s left, loop rate {self.looping / n:.1%} "
               f"[{low:.1%}, {high:.1%}], success {self.won / n:.1%}", flush=True)
@@ -1357,12 +1356,6 @@ class Progress:
                 print(f"  {status:16} {self.statuses[status]:6}  {self.statuses[status] / self.done:6.1%}")
         pairs = Path(out).with_suffix(".pairs.jsonl")
         print(f"next: python deloop.py mine {shlex.quote(out)} --out {shlex.quote(str(pairs))}", flush=True)
-
-
-def wilson(hits: int, n: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's 95% interval of a share."""
-    middle, spread = hits / n + z * z / (2 * n), z * math.sqrt(hits / n * (1 - hits / n) / n + z * z / (4 * n * n))
-    return max(0.0, middle - spread) / (1 + z * z / n), (middle + spread) / (1 + z * z / n)
 
 
 def dry_run(config: Config) -> int:
