@@ -1037,6 +1037,48 @@ def test_the_examples_of_use_run():
     assert names["result"] == "no x\n(Step 4 made this very call and got this very result.)" and names["rate"] == .5
 
 
+@pytest.mark.parametrize("pairing", ["first-different", "random", "other", "shuffled"])
+def test_a_pairing_changes_the_sides_alone(tmp_path, pairing):
+    """Invariants on random logs, against the rule's own pairs: as many, for the same steps, each with its context; the
+    rejected side stays but for shuffled; sides never equal; what is chosen is what the pairing says; same seed, same
+    bytes, and another seed draws otherwise where something is drawn."""
+    rng, path, by_task = random.Random(4), tmp_path / "logs.jsonl", {}
+    for n in range(40):
+        log = by_task[f"t{n}"] = trajectory(random_run(rng, 12), task_id=f"t{n}")
+        for each in log["messages"][2::2]:                      # one call, one text: equal sides become possible
+            each["content"] = each["content"].partition(": ")[2]
+        deloop.append_jsonl(path, log)
+
+    def mine(pairing, *flags):
+        assert deloop.main(["mine", str(path), "--pairing", pairing, *flags, "--out", str(tmp_path / "pairs")]) == 0
+        return (tmp_path / "pairs").read_text()
+    text = mine(pairing)
+    rule, pairs = ([json.loads(line) for line in lines.splitlines()] for lines in (mine("escape"), text))
+    drawn = pairing != "first-different"
+    assert text == mine(pairing) and len({mine(pairing, "--seed", str(seed)) for seed in range(4)}) == 1 + 3 * drawn
+    kept = ("task_id", "sample", "t", "success", "prompt", "prompt_sha256", "prompt_ids_sha256") + (
+        ("rejected", "rejected_ids") if pairing != "shuffled" else ())
+    assert len(rule) > 40 and [[pair[key] for key in kept] for pair in pairs] == [
+        [pair[key] for key in kept] for pair in rule]
+    sides = {side: {json.dumps([pair[side], pair[f"{side}_ids"]]) for pair in rule} for side in ("chosen", "rejected")}
+    for pair, own in zip(pairs, rule):
+        assert pair["chosen"] != pair["rejected"] and pair["pairing"] == pairing
+        log = by_task[pair["task_id"]]
+        made = [(step.action, log["messages"][log["turns"][step.turn]["message"]]) for step in deloop.steps(log)]
+        t, u = pair["t"], pair["t_escape"]
+        if pairing == "first-different":
+            assert u == next(u for u in range(t + 1, len(made)) if deloop.kappa(made[u][0]) != deloop.kappa(made[t][0]))
+        if pairing in ("first-different", "random"):
+            assert u > t and pair["chosen"] == [made[u][1]]
+        else:
+            taken = json.dumps([pair["chosen"], pair["chosen_ids"]])
+            assert u is None and taken in sides["chosen"] | (sides["rejected"] if pairing == "shuffled" else set())
+    assert pairs != [{**pair, "pairing": pairing} for pair in rule]
+    few = [json.loads(line) for line in mine(pairing, "--limit", "20").splitlines()]
+    asked = [json.loads(line) for line in mine("escape", "--limit", "20").splitlines()]
+    assert len(few) == 20 and [pair["prompt"] for pair in few] == [pair["prompt"] for pair in asked]
+
+
 @pytest.mark.parametrize("share, limit, from_mix, total", [
     (0.0, 0, 0, 6), (0.0, 4, 0, 4), (0.25, 0, 2, 8), (0.5, 0, 4, 8), (0.5, 4, 2, 4), (1.0, 0, 4, 4), (1.0, 3, 3, 3)])
 def test_mine_mixes_domains_by_share_and_seed(tmp_path, share, limit, from_mix, total):
