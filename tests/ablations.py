@@ -32,12 +32,9 @@ from typing import NamedTuple
 
 import demo
 import minigym
+from demo import README, RESULTS, deloop, evaluation
 
-sys.path.insert(0, str(demo.ROOT))
-import deloop
-import eval as evaluation
-
-TINY, RESULTS, README = demo.TESTS / "tiny", demo.TESTS / "results", demo.ROOT / "README.md"
+TINY = demo.TESTS / "tiny"
 LIMIT = int(demo.DPO[demo.DPO.index("--limit") + 1])
 SEEDS = 3
 # The document's 8,192 / 4,096 / 2,048 tokens, scaled to the demonstration's budget; half of it would hold less than the
@@ -337,16 +334,6 @@ def verdict(low: float, high: float, expected: str) -> str:
     return "agrees" if (low > 0) == (expected == "higher") else "disagrees"
 
 
-def put(readme: Path, text: str) -> None:
-    """Replace what stands between the README's markers."""
-    begin, end = "<!-- ablations:begin -->\n", "<!-- ablations:end -->"
-    before, found, rest = readme.read_text(encoding="utf-8").partition(begin)
-    _, closed, after = rest.partition(end)
-    if not (found and closed):
-        raise deloop.InputError(f"{readme} lacks the line {begin.strip()} or, after it, {end}")
-    deloop.write_atomic(readme, before + begin + text + end + after)
-
-
 def main(argv: list[str]) -> int:
     """Run what has no result yet, then write the table; exit code 1 if a cell failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -365,7 +352,7 @@ def main(argv: list[str]) -> int:
         print(f"{len(cells)} cells to run, {options.jobs} at a time", flush=True)
         options.results.mkdir(parents=True, exist_ok=True)
         failed = run(cells, options.out.resolve(), options.results, options.jobs)
-    put(options.readme, table(options.results))
+    demo.put(options.readme, "ablations", table(options.results))
     return 1 if failed else 0
 
 

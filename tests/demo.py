@@ -4,6 +4,9 @@ Starts the miniature CodeGym, then runs the repository's own commands one after 
 prints each before it runs; ends with the tables, a paragraph in plain words and the goals. Exit code 1: a goal was
 missed. A second run goes on where the first one stopped; what is finished is not run again.
 
+    python tests/demo.py --store        # after seeds 0, 1 and 2: their figures into tests/results/demo/ and the README
+    python tests/demo.py --table        # the README's tables from tests/results/demo/ alone
+
 What was searched for before these figures came out: the form of the gym's observations, the tokenizer's label tokens,
 the copying exercises and the length of the warm start (five warm starts, judged by their loss and by the base's
 rollouts); BUDGET (on the scripted agent alone); which elements the scripted agent asks for again, so that fewer pairs
@@ -26,11 +29,21 @@ import minigym
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
+sys.path.insert(0, str(ROOT))
+import deloop
+import eval as evaluation
+
+RESULTS, README = TESTS / "results", ROOT / "README.md"
 BUDGET, SUMMARY_REQUEST = 134, "Summarise."  # the warm start of the policy used the same two
 HARNESS = ["--budget", str(BUDGET), "--summary-request", SUMMARY_REQUEST, "--max-new-tokens", "32",
            "--summary-tokens", "64", "--batch", "64"]
 DPO = ["--beta", "2.0", "--lr", "3e-4", "--epochs", "2", "--batch", "16", "--limit", "640"]
 TASKS = {"train": 384, "heldout": 256, "family": 96}
+SEEDS = (0, 1, 2)
+SHOWN = {  # set of tasks -> the figures that the README shows
+    "heldout": "loop_rate,loop_rate_6_10,loop_rate_11_20,loop_steps,success,unfinished,premature_done,unparsable,steps,"
+               "tokens,compacted,failure_loop,failure_no_loop",
+    "family": "loop_rate,loop_steps,success,premature_done,unparsable"}
 
 
 def run(*command, capture: bool = False) -> str:
@@ -110,11 +123,49 @@ def story(ours: dict[str, dict], moved: dict[str, dict], pairs: Path) -> str:
         "measured on them.", 110)
 
 
+# ---------------------------------------------------------------- the README's tables
+
+
+def store(out: Path, results: Path) -> None:
+    """eval.py's figures of all seeds on both held-out sets, into results/demo."""
+    for split, keys in SHOWN.items():
+        base, *trained = [out / f"{split}-{policy}.jsonl" for policy in ("base", *(f"seed{seed}" for seed in SEEDS))]
+        seeds = ",".join(os.path.relpath(file, ROOT) for file in trained)
+        figures = run("eval.py", base, seeds, "--json", "--only", keys, capture=True)
+        (results / "demo").mkdir(parents=True, exist_ok=True)
+        deloop.write_atomic(results / "demo" / f"{split}.json", figures)
+
+
+def tables(results: Path) -> str:
+    """What eval.py --markdown prints for the stored figures of both held-out sets, the notes once, at the end."""
+    shown = [evaluation.as_markdown(json.loads((results / "demo" / f"{split}.json").read_text())).split("\n\n")
+             for split in SHOWN]
+    return "\n\n".join([part for runs, table, _ in shown for part in (runs, table)] + [shown[0][-1]])
+
+
+def put(readme: Path, name: str, text: str) -> None:
+    """Replace what stands between two markers of the README."""
+    begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
+    before, found, rest = readme.read_text(encoding="utf-8").partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        raise deloop.InputError(f"{readme} lacks the line {begin.strip()} or, after it, {end}")
+    deloop.write_atomic(readme, before + begin + text + end + after)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "demo", help="folder of all that is written")
     parser.add_argument("--seed", type=int, default=0, help="seed of the training (default: 0)")
+    parser.add_argument("--store", action="store_true", help="store the figures of three finished seeds, write the "
+                        "README's tables, run nothing")
+    parser.add_argument("--table", action="store_true", help="only write the README's tables from the stored figures")
     args = parser.parse_args()
+    if args.store:
+        store(args.out.resolve(), RESULTS)
+    if args.store or args.table:
+        put(README, "demonstration", tables(RESULTS))
+        return 0
     out, began = args.out.resolve(), time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     try:

@@ -64,18 +64,6 @@ def test_results_of_two_policies_are_refused(tmp_path):
         ablations.table(tmp_path)
 
 
-def test_put_changes_nothing_outside_the_markers(tmp_path):
-    """Property: all other bytes stay, a second time changes nothing, a README without markers is refused."""
-    file = tmp_path / "README.md"
-    file.write_text("before\n<!-- ablations:begin -->\nold\n<!-- ablations:end -->\nafter\n")
-    for _ in range(2):
-        ablations.put(file, "new\n")
-        assert file.read_text() == "before\n<!-- ablations:begin -->\nnew\n<!-- ablations:end -->\nafter\n"
-    file.write_text("no markers\n")
-    with pytest.raises(deloop.InputError, match="lacks the line"):
-        ablations.put(file, "new\n")
-
-
 def test_every_row_is_compared_with_a_row():
     """Property: names are files' names and unique; every row named by another exists; a side is stated only where the
     document has a figure or a sentence for it."""

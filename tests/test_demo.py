@@ -125,6 +125,25 @@ def test_the_goals_are_judged_by_the_figures():
     assert [goal for goal, met in demo.goals(bad).items() if not met] == [list(demo.goals(bad))[3]]
 
 
+def test_the_readme_holds_the_tables_of_the_stored_figures():
+    """Property: what stands between the README's markers is, byte for byte, what --table writes there."""
+    text = demo.README.read_text(encoding="utf-8")
+    shown = text.partition("<!-- demonstration:begin -->\n")[2].partition("<!-- demonstration:end -->")[0]
+    assert shown == demo.tables(demo.RESULTS)
+
+
+def test_put_changes_nothing_outside_the_markers(tmp_path):
+    """Property: all other bytes stay, a second time changes nothing, a README without markers is refused."""
+    file = tmp_path / "README.md"
+    file.write_text("before\n<!-- part:begin -->\nold\n<!-- part:end -->\nafter\n")
+    for _ in range(2):
+        demo.put(file, "part", "new\n")
+        assert file.read_text() == "before\n<!-- part:begin -->\nnew\n<!-- part:end -->\nafter\n"
+    file.write_text("no markers\n")
+    with pytest.raises(deloop.InputError, match="lacks the line"):
+        demo.put(file, "part", "new\n")
+
+
 @pytest.mark.slow
 def test_the_demonstration_reaches_its_goals_and_resumes(tmp_path):
     """Property: exit code 0 from nothing but the shipped checkpoint; run again, it appends nothing."""
