@@ -1,7 +1,8 @@
-"""A miniature CodeGym: nine families of small tool-use tasks behind CodeGym's own wire protocol, standard library only.
+"""A miniature CodeGym: families of small tool-use tasks behind CodeGym's own wire protocol, standard library only.
 
-Every task hides a short list - an array, a string, a path through a graph, a row of doors - that can only be read one
-element a call; the question needs several reads, and Done(answer) is graded 0 or 1.
+Every task hides a short list that can only be read one element a call; the question needs several reads, and
+Done(answer) is graded 0 or 1. In nine families (an array, a string, a path, a row of doors) one reads in order; in
+the four hunts a thing lies in one of many places, to be looked at in any order: many calls are sensible at any time.
 
     python tests/minigym.py serve --workers 64                              # prints its URL, runs until it is stopped
     python tests/minigym.py tasks --split train --count 384 --out t.jsonl   # task rows in CodeGym's format
@@ -24,12 +25,14 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 LEVELS = {1: (4, 6), 2: (7, 8), 3: (9, 10)}  # difficulty -> shortest and longest hidden list
 HOST = "127.0.0.1"  # or "::1"
 SYMBOLS = "abcdefgh@"  # "@" also separates the parts of CodeGym's `ability`: a client must not split there
 ITEMS = ("bone", "book", "coin", "lamp", "nothing", "rope")
+THINGS = ("bone", "book", "coin", "lamp", "rope", "ring", "cup", "map")
 HELD_OUT_FAMILY = "findchar"  # never in a training or held-out-instance set, so that it measures transfer
 RULES = (
     "Answer the question with the functions, one call a message:\n"
@@ -37,12 +40,22 @@ RULES = (
     "Wait for the result of a call before the next one.\n\nQuestion:\n"
 )
 DOC = (
-    '\nFunction:\n\ndef %s(%s: int):\n    r"""\n\n    %s\n\n'
-    '    Args:\n        %s (int): %s\n\n    Returns:\n        str: %s\n\n    """\n'
+    '\nFunction:\n\ndef {name}({0.parameter}: {0.type}):\n    r"""\n\n    {0.does}\n\n'
+    '    Args:\n        {0.parameter} ({0.type}): {0.meaning}\n\n    Returns:\n        str: {0.returns}\n\n    """\n'
 )
 
 
 # ---------------------------------------------------------------- task families
+
+
+class Function(NamedTuple):
+    """What an agent is told about one function."""
+
+    parameter: str
+    does: str
+    meaning: str
+    returns: str
+    type: str = "int"
 
 
 @dataclass(frozen=True)
@@ -54,16 +67,88 @@ class Family:
     verdict: Callable[[list, object, bool], object]
     draw: Callable[[random.Random, int], tuple[list, object]]
 
+    @property
+    def functions(self) -> tuple[str, ...]:
+        return (self.function,)
 
-FUNCTIONS = {  # function -> (parameter, what it does, what the parameter is, what it returns)
-    "Get": ("index", "Read one element of the hidden array.", "Position, from 0.",
-            "Position:element, and how many are left."),
-    "CharAt": ("index", "Read one character of the hidden string.", "Position, from 0.",
-               "Position:character, and how many are left."),
-    "Next": ("node", "Follow the way out of a node.", "The node to leave.", "From:to, and how many steps are left."),
-    "Open": ("door", "Open one door and look behind it.", "Number of the door, from 0.",
-             "Door:what is there, and how many are left."),
+    def reads(self, spec: dict) -> dict[tuple, str]:
+        """(function, argument) -> observation, in the natural reading order."""
+        values = spec["values"]
+        places = [spec["target"], *values[:-1]] if self.function == "Next" else range(len(values))
+        left = range(len(values) - 1, -1, -1)
+        return {(self.function, p): f"{p}:{value}\n{n} left" for p, value, n in zip(places, values, left)}
+
+    def answer(self, spec: dict) -> object:
+        values, target = spec["values"], spec["target"]
+        known = (self.verdict(values[:n], target, n == len(values)) for n in range(1, len(values) + 1))
+        return next(answer for answer in known if answer is not None)
+
+    def solve(self, target, call: Callable[[dict], str]) -> int:
+        """The reference solver: see solve below."""
+        values, place = [], target if self.function == "Next" else 0
+        while True:
+            text = call(action(self.function, place))
+            value, left = text.partition(":")[2].split("\n")
+            values.append(int(value) if self.function in ("Get", "Next") else value)
+            answer = self.verdict(values, target, left == "0 left")
+            if answer is not None:
+                call(action("Done", answer))
+                return len(values) + 1
+            place = values[-1] if self.function == "Next" else place + 1
+
+
+FUNCTIONS = {
+    "Get": Function("index", "Read one element of the hidden array.", "Position, from 0.",
+                    "Position:element, and how many are left."),
+    "CharAt": Function("index", "Read one character of the hidden string.", "Position, from 0.",
+                       "Position:character, and how many are left."),
+    "Next": Function("node", "Follow the way out of a node.", "The node to leave.",
+                     "From:to, and how many steps are left."),
+    "Open": Function("door", "Open one door and look behind it.", "Number of the door, from 0.",
+                     "Door:what is there, and how many are left."),
+    "Done": Function("answer", "Submit the answer.", "The answer.", "Correct or wrong."),
+    "Box": Function("letter", "Look into one box.", "From a to t.", "Letter:thing.", "str"),
+    "Jar": Function("letter", "Look into one jar.", "From a to t.", "Letter:thing.", "str"),
+    "Bag": Function("letter", "Look into one bag.", "From a to l.", "Letter:thing.", "str"),
+    "Top": Function("letter", "Look at the top shelf.", "From a to j.", "Top letter:thing.", "str"),
+    "Low": Function("letter", "Look at the low shelf.", "From a to j.", "Low letter:thing.", "str"),
 }
+
+
+@dataclass(frozen=True)
+class Hunt:
+    """A family with many sensible calls at any time: things lie among many places, to be looked at in any order."""
+
+    places: dict[tuple[str, str], str]  # (function, argument) -> what answers and observations call the place
+    question: str = "Where is this?\n{}"
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(function for function, _ in self.places))
+
+    def draw(self, rng: random.Random, n: int) -> tuple[list, str]:
+        """What lies in every place, and the one thing that is asked for; it lies in one place."""
+        target = rng.choice(THINGS)
+        values = rng.choices([thing for thing in THINGS if thing != target], k=len(self.places))
+        values[rng.randrange(len(values))] = target
+        return values, target
+
+    def reads(self, spec: dict) -> dict[tuple, str]:
+        return {place: f"{name}:{value}" + "\nfound" * (value == spec["target"])
+                for (place, name), value in zip(self.places.items(), spec["values"])}
+
+    def answer(self, spec: dict) -> str:
+        return list(self.places.values())[spec["values"].index(spec["target"])]
+
+    def solve(self, target: str, call: Callable[[dict], str], rng: random.Random | None = None) -> int:
+        """The reference solver looks in the natural order, or in a random one with rng."""
+        order = list(self.places)
+        for calls, place in enumerate(rng.sample(order, len(order)) if rng else order, 2):
+            text = call(action(*place))
+            if text.endswith("found"):
+                call(action("Done", text.partition(":")[0]))
+                return calls
+        raise ValueError(f"{target} lies nowhere")
 
 
 def _digits(rng: random.Random, n: int, target: bool = False, times: int | None = None) -> tuple[list, object]:
@@ -111,14 +196,18 @@ FAMILIES = {
     "doors": Family("Open", "Behind which door is the key?", lambda v, x, end: v.index("key") if "key" in v else None,
                     lambda rng, n: (_planted(rng, n, "key", ITEMS, 1)[0], None)),
 }
+HUNTS = {
+    "boxes": Hunt({("Box", letter): letter for letter in "abcdefghijklmnopqrst"}),
+    "jars": Hunt({("Jar", letter): letter for letter in "abcdefghijklmnopqrst"}),
+    "bags": Hunt({("Bag", letter): letter for letter in "abcdefghijkl"}),
+    "shelves": Hunt({(name, letter): f"{name.lower()} {letter}" for name in ("Top", "Low") for letter in "abcdefghij"}),
+}
+ALL = FAMILIES | HUNTS
 
 
-def reads(family: str, spec: dict) -> dict[int, str]:
-    """Argument -> observation of the family's reading function, in the natural reading order."""
-    values = spec["values"]
-    places = [spec["target"], *values[:-1]] if family == "walk" else range(len(values))
-    left = range(len(values) - 1, -1, -1)
-    return {place: f"{place}:{value}\n{n} left" for place, value, n in zip(places, values, left)}
+def action(function: str, argument) -> dict:
+    """A call, as the agent writes it."""
+    return {"name": function, "parameters": {FUNCTIONS[function].parameter: argument}}
 
 
 class Env:
@@ -134,7 +223,7 @@ class Env:
         """'Mini_max_I__MaxEnv@{json}' -> Env; ValueError for an unknown environment."""
         name, _, spec = env_str.partition("@")
         family = name.split("__")[0].removeprefix("Mini_").removesuffix("_I")
-        if family not in FAMILIES or name != env_name(family):
+        if family not in ALL or name != env_name(family):
             raise ValueError("No valid environment found.")
         return cls(family, json.loads(spec))
 
@@ -154,18 +243,17 @@ class Env:
         return self._call(call["name"], call["parameters"])
 
     def _call(self, name, parameters) -> tuple[bool, str]:
-        function = FAMILIES[self.family].function
-        if name not in (function, "Done"):
+        if name not in (*ALL[self.family].functions, "Done"):
             return False, f"Error: there is no function {name}"
-        parameter = "answer" if name == "Done" else FUNCTIONS[function][0]
+        parameter = FUNCTIONS[name].parameter
         if parameter not in parameters:  # a TypeError when parameters is a number: the server answers 500
             return False, f"Error: {name} needs the parameter {parameter}"
         value = parameters[parameter]
         if name == "Done":
             return True, self._grade(value)
-        if value not in self.reads:
+        if (name, value) not in self.reads:
             return False, f"Error: {parameter} {value} is out of range"
-        return True, self.reads[value]
+        return True, self.reads[name, value]
 
     def _grade(self, answer) -> str:
         right = str(answer) == str(self.reference_answer())
@@ -173,24 +261,17 @@ class Env:
         return f"Result: {'Correct' if right else 'Wrong'}, reward={int(right)}"
 
     def reference_answer(self):
-        verdict, values = FAMILIES[self.family].verdict, self.spec["values"]
-        known = (verdict(values[:n], self.spec["target"], n == len(values)) for n in range(1, len(values) + 1))
-        return next(answer for answer in known if answer is not None)
+        return ALL[self.family].answer(self.spec)
+
+
+def reads(family: str, spec: dict) -> dict[tuple, str]:
+    """(function, argument) -> observation of every reading call, in the natural reading order."""
+    return ALL[family].reads(spec)
 
 
 def solve(family: str, target, call: Callable[[dict], str]) -> int:
     """The reference solver: reads in order through call(action) -> observation, then submits; -> calls made."""
-    rule, values, place = FAMILIES[family], [], target if family == "walk" else 0
-    parameter = FUNCTIONS[rule.function][0]
-    while True:
-        text = call({"name": rule.function, "parameters": {parameter: place}})
-        value, left = text.partition(":")[2].split("\n")
-        values.append(int(value) if rule.function in ("Get", "Next") else value)
-        answer = rule.verdict(values, target, left == "0 left")
-        if answer is not None:
-            call({"name": "Done", "parameters": {"answer": answer}})
-            return len(values) + 1
-        place = values[-1] if family == "walk" else place + 1
+    return ALL[family].solve(target, call)
 
 
 # ---------------------------------------------------------------- task rows
@@ -202,10 +283,8 @@ def env_name(family: str) -> str:
 
 def prompt(family: str, target) -> list[dict]:
     """What the agent is told: function documentation and question, in CodeGym's two messages."""
-    rule = FAMILIES[family]
-    parameter, what, meaning, result = FUNCTIONS[rule.function]
-    docs = DOC % (rule.function, parameter, what, parameter, meaning, result)
-    docs += DOC % ("Done", "answer", "Submit the answer.", "answer", "The answer.", "Correct or wrong.")
+    rule = ALL[family]
+    docs = "".join(DOC.format(FUNCTIONS[name], name=name) for name in (*rule.functions, "Done"))
     return [{"role": "system", "content": docs, "name": "functions"},
             {"role": "user", "content": RULES + rule.question.format(target), "name": ""}]
 
@@ -236,7 +315,8 @@ def make_tasks(split: str, count: int, seed: int, levels: tuple[int, ...] = (1, 
                families: tuple[str, ...] | None = None) -> list[dict]:
     """`count` distinct task rows of a split ('train', 'heldout', 'family'), families and levels in equal shares.
 
-    'family' draws the held-out family, from the held-out half of its instances. Same arguments, same rows.
+    families: names; by default those that are read in order, without the held-out one. 'family' draws that one, from
+    the held-out half of its instances. Same arguments, same rows.
     """
     if families is None:
         families = (HELD_OUT_FAMILY,) if split == "family" else tuple(f for f in FAMILIES if f != HELD_OUT_FAMILY)
@@ -244,7 +324,7 @@ def make_tasks(split: str, count: int, seed: int, levels: tuple[int, ...] = (1, 
     rows: dict[str, dict] = {}
     while len(rows) < count:
         family, level = families[len(rows) % len(families)], levels[len(rows) // len(families) % len(levels)]
-        values, target = FAMILIES[family].draw(rng, rng.randint(*LEVELS[level]))
+        values, target = ALL[family].draw(rng, rng.randint(*LEVELS[level]))
         spec = {"values": values, "target": target}
         if (split_of(family, spec) == "train") == (split == "train"):
             row = task_row(family, level, spec)

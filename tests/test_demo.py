@@ -15,6 +15,7 @@ from conftest import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny_policy
+from tiny_policy import GYMS
 
 FOLDER = ROOT / "tests" / "tiny"
 
@@ -22,6 +23,13 @@ FOLDER = ROOT / "tests" / "tiny"
 @pytest.fixture(scope="module")
 def tokenizer():
     return AutoTokenizer.from_pretrained(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tokenizer):
+    """Family -> the tokenizer of the policy that works on it: the shipped one, or that of the hunts."""
+    return dict.fromkeys(minigym.FAMILIES, tokenizer) | dict.fromkeys(
+        minigym.HUNTS, tiny_policy.make_tokenizer(list(minigym.HUNTS)))
 
 
 def test_the_shipped_checkpoint_is_an_ordinary_small_folder(tokenizer):
@@ -36,14 +44,14 @@ def test_the_shipped_checkpoint_is_an_ordinary_small_folder(tokenizer):
 
 def test_the_script_makes_the_shipped_tokenizer(tokenizer):
     """Property: the tokenizer made from nothing has the shipped one's vocabulary and template."""
-    made = tiny_policy.make_tokenizer()
+    made = tiny_policy.make_tokenizer(list(minigym.FAMILIES))
     assert made.get_vocab() == tokenizer.get_vocab() and made.chat_template == tokenizer.chat_template
 
 
-@pytest.mark.parametrize("family", minigym.FAMILIES)
-def test_an_observation_has_the_same_tokens_in_a_summary(tokenizer, family):
-    """Property: an observation's first line is a run of the summary's tokens; every digit is one token."""
-    encode = tiny_policy.Encoder(tokenizer)
+@pytest.mark.parametrize("family", minigym.ALL)
+def test_an_observation_has_the_same_tokens_in_a_summary(tokenizers, family):
+    """Property: an observation's first line is a run of the summary's tokens; every digit or label is one token."""
+    encode = tiny_policy.Encoder(tokenizers[family])
     row = minigym.make_tasks("train", 1, 0, levels=(3,), families=(family,))[0]
     spec = json.loads(row["ability"].split("@", 2)[2])
     lines = [text.splitlines()[0] for text in minigym.reads(family, spec).values()]
@@ -51,6 +59,8 @@ def test_an_observation_has_the_same_tokens_in_a_summary(tokenizer, family):
     newline = encode.text("\n")
     assert encode.text("\n".join(lines)) == sum((piece + newline for piece in pieces), [])[:-1]
     assert [len(encode.text(digit)) for digit in "0123456789"] == [1] * 10
+    if family in minigym.HUNTS:
+        assert [len(encode.text(f"{letter}:")) for _, letter in minigym.HUNTS[family].places] == [1] * len(lines)
 
 
 class Recorder(rollout.ScriptedPolicy):
@@ -74,20 +84,23 @@ class Recorder(rollout.ScriptedPolicy):
         return self.agent.act(compressed)[0]
 
 
-@pytest.mark.parametrize("family", ["count", "charcount", "walk", "max"])
-def test_the_warm_start_trains_on_the_prompts_the_harness_sends(tokenizer, family, tmp_path):
+@pytest.mark.parametrize("family", ["count", "charcount", "walk", "max", "boxes", "shelves"])
+def test_the_warm_start_trains_on_the_prompts_the_harness_sends(tokenizers, family, tmp_path):
     """Property: driven by the scripted agent, rollout.py asks for exactly the prompts before the learnt tokens."""
     row = minigym.make_tasks("train", 1, 5, levels=(3,), families=(family,))[0]
     spec = json.loads(row["ability"].split("@", 2)[2])
-    encode, learnt = tiny_policy.Encoder(tokenizer), []
-    agent = tiny_policy.Agent(family, spec, random.Random(7))
-    for ids, loss in tiny_policy.episode(agent, row["prompt"], encode, demo.BUDGET):
+    tokenizer = tokenizers[family]
+    encode, learnt, budget = tiny_policy.Encoder(tokenizer), [], (GYMS["order"][0] | GYMS["hunts"][0])[family]
+    seed = next(seed for seed in range(99) if len(tiny_policy.Agent(family, spec, random.Random(seed)).plan)
+                > (11 if family in minigym.HUNTS else 8))
+    agent = tiny_policy.Agent(family, spec, random.Random(seed))            # long enough to be compressed
+    for ids, loss in tiny_policy.episode(agent, row["prompt"], encode, budget):
         learnt += [ids[:i] for i in range(len(ids)) if loss[i] and not loss[i - 1]]
     (tmp_path / "tasks.jsonl").write_text(json.dumps(row))
-    policy = Recorder(tokenizer, tiny_policy.Agent(family, spec, random.Random(7)))
+    policy = Recorder(tokenizer, tiny_policy.Agent(family, spec, random.Random(seed)))
     with minigym.serve(workers=1) as url:
         config = rollout.Config(server=url, tasks=str(tmp_path / "tasks.jsonl"), out=str(tmp_path / "out.jsonl"),
-                                model="", budget=demo.BUDGET, summary_request=demo.SUMMARY_REQUEST, batch=1)
+                                model="", budget=budget, summary_request=demo.SUMMARY_REQUEST, batch=1)
         assert rollout.rollout(config, policy)["done"] == 1
     assert policy.prompts == learnt
     assert any(tiny_policy.SUMMARY_HEADER in tokenizer.decode(ids) for ids in learnt)
@@ -104,7 +117,7 @@ def test_two_short_warm_starts_give_the_same_weights(tokenizer):
     """Property: same seed, same machine, same bytes."""
     def weights():
         model = tiny_policy.make_model(tokenizer)
-        source = tiny_policy.sequences(0, tiny_policy.Encoder(tokenizer))
+        source = tiny_policy.sequences(0, tiny_policy.Encoder(tokenizer), GYMS["order"][0])
         tiny_policy.warm_start(model, tiny_policy.batches(source, 4, tokenizer.pad_token_id), 3)
         return model.state_dict()
 
