@@ -128,12 +128,12 @@ def story(ours: dict[str, dict], moved: dict[str, dict], pairs: Path) -> str:
 
 def store(out: Path, results: Path) -> None:
     """eval.py's figures of all seeds on both held-out sets, into results/demo."""
+    (results / "demo").mkdir(parents=True, exist_ok=True)
     for split, keys in SHOWN.items():
         base, *trained = [out / f"{split}-{policy}.jsonl" for policy in ("base", *(f"seed{seed}" for seed in SEEDS))]
         seeds = ",".join(os.path.relpath(file, ROOT) for file in trained)
-        figures = run("eval.py", base, seeds, "--json", "--only", keys, capture=True)
-        (results / "demo").mkdir(parents=True, exist_ok=True)
-        deloop.write_atomic(results / "demo" / f"{split}.json", figures)
+        found = run("eval.py", base, seeds, "--json", "--only", keys, capture=True)
+        deloop.write_atomic(results / "demo" / f"{split}.json", found)
 
 
 def tables(results: Path) -> str:
@@ -153,22 +153,22 @@ def put(readme: Path, name: str, text: str) -> None:
     deloop.write_atomic(readme, before + begin + text + end + after)
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "demo", help="folder of all that is written")
     parser.add_argument("--seed", type=int, default=0, help="seed of the training (default: 0)")
     parser.add_argument("--store", action="store_true", help="store the figures of three finished seeds, write the "
                         "README's tables, run nothing")
     parser.add_argument("--table", action="store_true", help="only write the README's tables from the stored figures")
-    args = parser.parse_args()
-    if args.store:
-        store(args.out.resolve(), RESULTS)
-    if args.store or args.table:
-        put(README, "demonstration", tables(RESULTS))
-        return 0
+    args = parser.parse_args(argv)
     out, began = args.out.resolve(), time.monotonic()
-    out.mkdir(parents=True, exist_ok=True)
     try:
+        if args.store:
+            store(out, RESULTS)
+        if args.store or args.table:
+            put(README, "demonstration", tables(RESULTS))
+            return 0
+        out.mkdir(parents=True, exist_ok=True)
         pairs, heldout, family = pipeline(out, args.seed)
         ours, moved = figures(heldout), figures(family)
     except subprocess.CalledProcessError as error:
@@ -184,4 +184,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    deloop.run(main)

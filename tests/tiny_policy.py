@@ -74,7 +74,7 @@ class Agent:
         else:
             minigym.solve(family, self.target, self._planned)
         self.env.reset()
-        self.made: list[dict] = []  # calls so far, Done never among them
+        self.made: list[dict] = []  # calls so far
         self.read = 0  # calls of the plan made so far
         self.repeated = False
 
@@ -108,6 +108,7 @@ class Agent:
         return self.rng.choice(self.made) if draw() < self.stray else None
 
     def _wrong(self):
+        """Any answer; a wrong one, most often."""
         hunt = minigym.HUNTS.get(self.family)
         return self.rng.choice(list(hunt.places.values())) if hunt else self.rng.randrange(10)
 
@@ -180,10 +181,11 @@ def sequences(seed: int, encode: Encoder, budgets: dict[str, int]) -> Iterator[t
 
 
 def drills(seed: int, encode: Encoder, families: Sequence[str]) -> Iterator[tuple[list[int], list[bool]]]:
-    """Endless exercises. Lines of a summary in; out come the same lines, in order, or calls for the places not seen.
+    """Endless exercises. Lines of a summary in; out come the same lines, sorted; of a hunt the lines as they are, or
+    calls for the places not seen.
 
-    They teach in minutes to look a label up and copy what follows it, and to leave out what was seen; from episodes
-    alone, where few tokens carry that signal, it takes far longer than the whole warm start.
+    They teach in minutes to look a label up and copy what follows it, and in hunts to leave out what was seen; from
+    episodes alone, where few tokens carry that signal, it takes far longer than the whole warm start.
     """
     rng = random.Random(f"drills/{seed}")
     hunts = [minigym.HUNTS[family] for family in families if family in minigym.HUNTS]
@@ -198,7 +200,7 @@ def drills(seed: int, encode: Encoder, families: Sequence[str]) -> Iterator[tupl
         ids, reply = (encode.message({"role": role, "content": text})
                       for role, text in (("user", asked), ("assistant", said)))
         calls = not asked.endswith(SUMMARY_REQUEST)  # of these only the places are learnt: the rest would drown them
-        yield ids + reply, [False] * (len(ids) + 1) + [i in letters if calls else True for i in reply[1:]]
+        yield ids + reply, [False] * (len(ids) + 1) + [not calls or i in letters for i in reply[1:]]
 
 
 def _hunt_drill(hunt: minigym.Hunt, rng: random.Random) -> tuple[str, str]:
@@ -208,7 +210,7 @@ def _hunt_drill(hunt: minigym.Hunt, rng: random.Random) -> tuple[str, str]:
     lines = "\n".join(f"{hunt.places[place]}:{rng.choice(minigym.THINGS)}" for place in order[:seen])
     if rng.random() < 0.15:
         return f"{lines}\n\n{SUMMARY_REQUEST}", lines
-    return lines, "".join(call_text(minigym.action(*place)) for place in order[seen:][:12])
+    return lines, "".join(call_text(minigym.action(*place)) for place in order[seen : seen + 12])
 
 
 # ---------------------------------------------------------------- tokenizer and model
