@@ -133,7 +133,8 @@ def figure(low, high):
     {"loop_rate": {"A": figure(30, 40), "B": figure(5, 10), "B-A": figure(-60, -50)}},
     {"loop_rate": {"A": figure(60, 70), "B": figure(20, 30), "B-A": figure(-60, -50)}},
     {"loop_rate": {"A": figure(60, 70), "B": figure(5, 10), "B-A": figure(-60, -24)}},
-    {"success": {"B-A": figure(-6, 9)}}, {"premature_done": {"B": figure(2, 3)}}, {"unparsable": {"B": figure(2, 3)}}])))
+    {"success": {"B-A": figure(-6, 9)}}, {"premature_done": {"B": figure(2, 3)}},
+    {"unparsable": {"B": figure(2, 3)}}])))
 def test_the_goals_are_judged_by_the_figures(number, missed):
     """Property: a run that meets every goal passes; each single miss fails just that goal."""
     good = {"loop_rate": {"A": figure(60, 70), "B": figure(5, 10), "B-A": figure(-60, -50)},
