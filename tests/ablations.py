@@ -282,7 +282,8 @@ def table(results: Path) -> str:
     if len({(cell["subject"], len(cell["loops"])) for cell in cells}) > 1:
         raise deloop.InputError(f"{results} holds results of different policies or tasks; run tests/ablations.py again")
     samples = evaluation.resample(len(cells[0]["loops"]), 2000, 0)
-    rates = {name: pooled(of_row, samples) for name, of_row in found.items() if of_row}
+    rates = {name: pooled("rate", [list(map(bool, cell["loops"])) for cell in of_row], samples)
+             for name, of_row in found.items() if of_row}
     text = RULE.format(tasks=len(cells[0]["loops"]), seeds=max(map(len, found.values())))
     for group, (document, rows) in GROUPS.items():
         lines = [line(row, found[row.name], rates) for row in rows]
@@ -290,11 +291,12 @@ def table(results: Path) -> str:
     return text
 
 
-def pooled(cells: list[dict], samples: list[list[int]]) -> tuple[float, list[float]]:
-    """Loop rate over all seeds, in %, and in every bootstrap sample of tasks."""
-    loops = [sum(map(bool, of_task)) for of_task in zip(*(cell["loops"] for cell in cells))]
-    columns = [loops, [len(cells)] * len(loops)]
-    return 100 * sum(loops) / sum(columns[1]), [100 * rate for rate in evaluation.bootstrap("rate", columns, samples)]
+def pooled(kind: str, seeds: list[list[int]], samples: list[list[int]]) -> list[float]:
+    """The figure over all seeds (a rate in %), then in every bootstrap sample of tasks. A seed: one count a task."""
+    sums = list(map(sum, zip(*seeds, strict=True)))
+    columns, factor = [sums, [len(seeds)] * len(sums)], 100 if kind == "rate" else 1
+    return [factor * each for each in (evaluation.figure(kind, list(map(sum, columns))),
+                                       *evaluation.bootstrap(kind, columns, samples))]
 
 
 def line(row: Row, cells: list[dict], rates: dict) -> str:
@@ -309,13 +311,13 @@ def line(row: Row, cells: list[dict], rates: dict) -> str:
         ends = [cell["log_pi"][side] for cell in cells if cell["log_pi"]]
         return " -> ".join(f"{sum(end) / len(ends):.2f}" for end in zip(*ends)) if ends and not row.policy else "-"
 
-    value, boot = rates[row.name]
+    value, *boot = rates[row.name]
     low, high = evaluation.percentiles(boot)
     seeds = ", ".join(f"{cell['figures']['loop_rate']:.1f}" for cell in cells)
     against = judged = "-"
     if row.than in rates:
         gap, (least, most) = value - rates[row.than][0], evaluation.percentiles(
-            map(functools.partial(evaluation.compare, "rate"), rates[row.than][1], boot))
+            map(functools.partial(evaluation.compare, "rate"), rates[row.than][1:], boot))
         against = f"{row.than}: {gap:+.1f} [{least:+.1f}, {most:+.1f}]"
         judged = verdict(least, most, row.expected)
     return "| " + " | ".join([

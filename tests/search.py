@@ -20,6 +20,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,7 +29,7 @@ from typing import NamedTuple
 
 import demo
 import minigym
-from ablations import LIMIT, command
+from ablations import LIMIT, command, pooled
 from demo import README, deloop, evaluation
 
 RESULTS = demo.RESULTS / "search"
@@ -87,13 +89,24 @@ class Lab(NamedTuple):
     """Where the cells run, and the environment's address."""
     work: Path
     url: str
+    locks: defaultdict                          # one for each thing that several cells need
 
     def policy(self, gym: Gym) -> Path:
         """The folder of a gym's policy; what is not shipped is made."""
         out = demo.TESTS / "tiny" if gym.policy == "order" else self.work / gym.policy
-        if not (out / "tokenizer.json").exists():
-            print(f"warm start of {gym.policy}", flush=True)
-            command(demo.TESTS / "tiny_policy.py", "--gym", gym.policy, "--out", out)
+        with self.locks[out]:
+            if not (out / "tokenizer.json").exists():
+                print(f"warm start of {gym.policy}", flush=True)
+                command(demo.TESTS / "tiny_policy.py", "--gym", gym.policy, "--out", out)
+        return out
+
+    def pairs(self, gym: Gym) -> Path:
+        """The pairs of a gym's training rollouts; they are made when they are not there."""
+        out = self.work / f"{gym.name}-pairs.jsonl"
+        with self.locks[out]:
+            if not out.exists():
+                rollouts = self.rollout(gym, "train", gym.name, "--temperature", gym.temperature)
+                command("deloop.py", "mine", rollouts, "--out", out)
         return out
 
     def rollout(self, gym: Gym, split: str, name: str, *flags) -> Path:
@@ -112,16 +125,14 @@ class Lab(NamedTuple):
     def base(self, gym: Gym) -> dict:
         """The untrained policy on both held-out splits; how many pairs its training rollouts give, how many of them
         differ in their two calls."""
-        pairs = self.work / f"{gym.name}-pairs.jsonl"
-        command("deloop.py", "mine", self.rollout(gym, "train", gym.name, "--temperature", gym.temperature),
-                "--out", pairs)
-        calls = [(str(pair["chosen"]), str(pair["rejected"])) for _, pair in deloop.read_jsonl(pairs)]
+        calls = [(str(pair["chosen"]), str(pair["rejected"])) for _, pair in deloop.read_jsonl(self.pairs(gym))]
         return {"pairs": len(calls), "different": len(set(calls)),
                 **{split: self.measured(gym, split, gym.name) for split in ("screen", "final")}}
 
     def cell(self, cell: Cell) -> dict:
         """Train; then screen or, with a seed, run on the final tasks."""
-        gym, adapter, pairs = GYMS[cell.gym], self.work / cell.name, self.work / f"{cell.gym}-pairs.jsonl"
+        gym, adapter = GYMS[cell.gym], self.work / cell.name
+        pairs = self.pairs(gym)
         limit = round(cell.share * min(LIMIT, sum(1 for _ in deloop.read_jsonl(pairs))))
         command("train.py", "--pairs", pairs, "--model", self.policy(gym), "--out", adapter, "--threads", 1,
                 *demo.DPO, "--objective", cell.objective, "--lr", cell.rate, "--limit", limit,
@@ -154,13 +165,8 @@ def read(name: str) -> dict:
 
 def figures(results: list[dict], split: str, samples: list | tuple = ()) -> dict[str, list[float]]:
     """Of each measure the value over all results, then the values in the bootstrap samples of tasks."""
-    found = {}
-    for name, (kind, key, count) in MEASURES.items():
-        sums = [sum(map(count, of_task)) for of_task in zip(*(result[split][key] for result in results))]
-        columns, factor = [sums, [len(results)] * len(sums)], 100 if kind == "rate" else 1
-        found[name] = [factor * each for each in (evaluation.figure(kind, list(map(sum, columns))),
-                                                  *evaluation.bootstrap(kind, columns, samples))]
-    return found
+    return {name: pooled(kind, [list(map(count, result[split][key])) for result in results], samples)
+            for name, (kind, key, count) in MEASURES.items()}
 
 
 def shown(of: dict[str, list[float]]) -> str:
@@ -179,9 +185,9 @@ def best(gym: str, share: float, objective: str) -> str:
 
 def parted(dpo: list[dict], sft: list[dict], samples: list) -> str:
     """SFT minus DPO on the final tasks with 95% intervals, and which measures differ clearly; each a result a seed."""
-    pooled, told, clear = [figures(results, "final", samples) for results in (dpo, sft)], [], []
+    both, told, clear = [figures(results, "final", samples) for results in (dpo, sft)], [], []
     for name, least in CLEAR.items():
-        gap, *gaps = (b - a for a, b in zip(*(each[name] for each in pooled)))
+        gap, *gaps = (b - a for a, b in zip(*(each[name] for each in both)))
         low, high = evaluation.percentiles(gaps)
         told.append("{:+.{n}f} [{:+.{n}f}, {:+.{n}f}]".format(gap, low, high, n=1 if least >= 1 else 2))
         a, b = ([figures([result], "final")[name][0] for result in results] for results in (dpo, sft))
@@ -230,9 +236,8 @@ def main(argv: list[str]) -> int:
         RESULTS.mkdir(parents=True, exist_ok=True)
         grid = [(gym, share, objective) for gym, share in PLACES for objective in OBJECTIVES]
         with minigym.serve(workers=64 * options.jobs) as url:
-            lab = Lab(work, url)
+            lab = Lab(work, url, defaultdict(threading.RLock))
             for gym in GYMS.values():
-                lab.policy(gym)
                 for split in ("train", "screen", "final"):
                     tasks = "".join(json.dumps(row) + "\n" for row in gym.tasks(split))
                     deloop.write_atomic(work / f"{gym.name}-{split}.tasks.jsonl", tasks)
